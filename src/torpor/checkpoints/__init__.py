@@ -1,0 +1,1 @@
+"""Hugging Face checkpoint folders: raw safetensors bytes, families, name maps, verification."""

@@ -1,0 +1,1 @@
+"""Putting MTP layers to sleep and proving that they stayed asleep."""

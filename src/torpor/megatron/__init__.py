@@ -1,0 +1,1 @@
+"""Everything that knows Megatron-Core: the CPU host, specs, models, parallel state, checkpoints."""

@@ -1,0 +1,1 @@
+"""Whole runs: from a configuration to results on disk."""

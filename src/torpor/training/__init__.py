@@ -1,0 +1,1 @@
+"""The training loop and what feeds it: configuration, data, schedules, losses, progress."""
