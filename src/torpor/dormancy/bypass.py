@@ -1,0 +1,128 @@
+"""The bypass: outside inference the MTP block passes its input through and nobody asks for its loss.
+
+GPTModel and HybridModel run MTP at two places: the block, whose output is the decoder's hidden states
+[s, b, h] with those of every MTP layer appended along s, and the loss, which splits them again when
+`config.mtp_num_layers` says so (megatron/core/models/{gpt/gpt_model,hybrid/hybrid_model}.py). Both must be
+passed by, in every forward and on every pipeline stage, and nothing else may notice:
+
+- the block returns its input; neither its forward nor hooks on it run;
+- for the duration of one forward the language model reads its config through a copy in which
+  `mtp_num_layers` is None. Its decoder, its routers, `finalize_model_grads` and checkpointing keep the
+  original. `mtp_process` is left alone: with it off, a tied last stage would project with its own, never
+  synchronised `output_layer.weight` instead of the shared embedding.
+
+Both are done by instances that stand in `module.__dict__["_call_impl"]`, which `torch.nn.Module.__call__`
+looks up on the instance. Unlike an instance-level `forward` this survives wrappers that replace `forward`
+later (Model-Optimizer's distillation does); unlike forward hooks it restores under BaseException too, so a
+KeyboardInterrupt inside forward leaves no trace; and unlike swapping the module the state dict is whole at
+every instant, whoever takes it.
+"""
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torpor.errors import MTPExecutedError
+
+_LOCK = threading.Lock()
+
+
+class Switch:
+    """Says whether the MTP layers of one `freeze_mtp` call are asleep, and counts when they ran anyway."""
+
+    def __init__(self) -> None:
+        self.executions = 0
+        self.num_awake = 0
+
+    def is_asleep(self) -> bool:
+        """Whether an MTP forward now would break dormancy: outside inference and outside `awake()`."""
+        from megatron.core.inference.utils import InferenceMode
+
+        return self.num_awake == 0 and not InferenceMode.is_active()
+
+    def refuse_execution(self, name: str) -> None:
+        """Count an MTP forward that must not happen and stop it.
+
+        Raises:
+            MTPExecutedError: always.
+        """
+        self.executions += 1
+        raise MTPExecutedError(
+            f"{name} was called outside inference while its MTP layers are asleep\n"
+            "  Call the language model itself, `model(...)` and not `model.forward(...)`, so that it passes"
+            " MTP by; to run the heads on purpose use `with handle.awake():`."
+        )
+
+
+class DormantLanguageModelCall:
+    """Stands in for the `_call_impl` of a language model: every forward reads a config without MTP."""
+
+    def __init__(self, model: torch.nn.Module, switch: Switch) -> None:
+        self.model = model
+        self.switch = switch
+        self.num_running = 0
+        self._config: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model; while asleep, under a config without MTP."""
+        call = type(self.model)._call_impl
+        if not self.switch.is_asleep():
+            return call(self.model, *args, **kwargs)
+        with self._config_without_mtp():
+            return call(self.model, *args, **kwargs)
+
+    @contextmanager
+    def _config_without_mtp(self) -> Iterator[None]:
+        # Counted, so that forwards of one model that overlap in several threads restore the config once.
+        # The field is set through __dict__ because a config may mirror attribute writes elsewhere
+        # (Megatron-Bridge's distillation provider writes them to the teacher's config, for good).
+        attributes = vars(self.model)
+        with _LOCK:
+            if self.num_running == 0:
+                self._config = attributes["config"]
+                view = copy.copy(self._config)
+                vars(view)["mtp_num_layers"] = None
+                attributes["config"] = view
+            self.num_running += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self.num_running -= 1
+                if self.num_running == 0:
+                    attributes["config"], self._config = self._config, None
+
+
+class PassThroughCall:
+    """Stands in for the `_call_impl` of an MTP block: returns the hidden states it was given."""
+
+    def __init__(self, mtp: torch.nn.Module, name: str, owner: DormantLanguageModelCall) -> None:
+        self.mtp = mtp
+        self.name = name
+        self.owner = owner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the hidden states [s, b, h] unchanged while asleep; run the block otherwise."""
+        if not self.owner.switch.is_asleep():
+            return type(self.mtp)._call_impl(self.mtp, *args, **kwargs)
+        if self.owner.num_running == 0:
+            self.owner.switch.refuse_execution(self.name)
+        # MultiTokenPredictionBlock.forward(input_ids, position_ids, hidden_states, ...)
+        return kwargs["hidden_states"] if "hidden_states" in kwargs else args[2]
+
+
+class ExecutionGuard:
+    """A forward pre-hook for retained modules: outside inference their forward must not be reached."""
+
+    def __init__(self, name: str, switch: Switch) -> None:
+        self.name = name
+        self.switch = switch
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        """Raise MTPExecutedError while asleep."""
+        if self.switch.is_asleep():
+            self.switch.refuse_execution(self.name)

@@ -1,0 +1,223 @@
+"""`freeze_mtp` and the handle it returns: dormancy, its proof, and its end."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from torpor.dormancy.bypass import DormantLanguageModelCall, ExecutionGuard, PassThroughCall, Switch
+from torpor.dormancy.discovery import LanguageModelSite, as_chunks, find_sites, join, name_chunks
+from torpor.dormancy.fingerprint import sha256_of
+from torpor.dormancy.membership import check_untrained
+from torpor.errors import MTPChangedError, MTPExecutedError, TorporError
+
+
+@dataclass(frozen=True)
+class DormancyReport:
+    """What `DormantMTP.check` found in order on this rank.
+
+    Attributes:
+        executions: MTP forwards outside inference since the call; 0.
+        num_tensors: Retained parameters and buffers on this rank; 0 on ranks that hold no MTP layer.
+        num_bytes: Their size.
+        fingerprint: SHA-256 of each by name, equal to when they fell asleep (or were last loaded).
+        optimizer_checked: Whether an optimizer was given to the check.
+    """
+
+    executions: int
+    num_tensors: int
+    num_bytes: int
+    fingerprint: dict[str, str]
+    optimizer_checked: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON-serialisable data."""
+        return asdict(self)
+
+
+def freeze_mtp(model: torch.nn.Module | Sequence[torch.nn.Module]) -> "DormantMTP":
+    """Put the MTP layers of a Megatron-Core model to sleep until `remove()` is called on the handle.
+
+    From the call on, in every forward outside inference, MTP blocks do not run and neither do their
+    vocabulary projection and loss; nothing of theirs is saved for or recomputed in backward. Their
+    parameters have `requires_grad=False`. Trunk parameters that MTP borrows (embedding, output layer) go on
+    training. Names, state-dict keys and sharded-state-dict keys stay as they are; inference and speculative
+    decoding are untouched. Everything is validated before anything is changed.
+
+    Call it on every rank, on the bare model, once its weights are there and before DDP and the optimizer. A
+    later `load_state_dict` into the model is allowed and becomes the new baseline of the proof.
+
+    Example:
+        >>> handle = torpor.freeze_mtp(model)          # doctest: +SKIP
+        >>> model = DistributedDataParallel(config, ddp_config, model)  # doctest: +SKIP
+        >>> ...                                        # train                  # doctest: +SKIP
+        >>> handle.check(optimizer)                    # doctest: +SKIP
+
+    Args:
+        model: A GPTModel or HybridModel, a module that holds some (Float16Module, Model-Optimizer's
+            DistillationModel with its teacher), or the list of virtual pipeline chunks.
+
+    Returns:
+        The handle that counts executions, proves that nothing changed and ends dormancy.
+
+    Raises:
+        UnsupportedModelError: if dormancy cannot be honoured; the model is as it was.
+    """
+    chunks = as_chunks(model)
+    return DormantMTP(chunks, find_sites(chunks))
+
+
+class DormantMTP:
+    """The dormancy of one model's MTP layers. Made by `freeze_mtp`; not to be constructed otherwise."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], sites: Sequence[LanguageModelSite]) -> None:
+        self._sites = list(sites)
+        self._switch = Switch()
+        self._removed = False
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._retained = dict(_retained_tensors(chunks, sites))
+        # Read before anything is changed: a tensor without readable bytes ends the call here.
+        self._baseline = self.fingerprint()
+        self._was_trainable = {
+            name: t.requires_grad
+            for name, t in [*self._retained.items(), *_dead_output_weights(sites)]
+            if isinstance(t, torch.nn.Parameter)
+        }
+        self._frozen = {**self._retained, **dict(_dead_output_weights(sites))}
+        for name in self._was_trainable:
+            self._frozen[name].requires_grad_(False)
+        for site in self._sites:
+            self._install(site)
+
+    @property
+    def executions(self) -> int:
+        """MTP forwards outside inference since the call, on this rank; stays 0."""
+        return self._switch.executions
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the SHA-256 of the raw bytes of every retained parameter and buffer on this rank."""
+        return {name: sha256_of(tensor) for name, tensor in self._retained.items()}
+
+    def check(self, optimizer: Any = None) -> DormancyReport:
+        """Prove that the MTP layers slept: not executed, not trained, not changed.
+
+        It looks at this rank only and makes no collective call.
+
+        Args:
+            optimizer: The torch or Megatron-Core optimizer whose membership is checked too.
+
+        Returns:
+            What was found, for a log or a receipt.
+
+        Raises:
+            MTPExecutedError: if an MTP forward was attempted outside inference.
+            MTPTrainedError: if a retained parameter has a gradient, a DDP buffer or optimizer state.
+            MTPChangedError: if the bytes of a retained tensor differ from when it fell asleep.
+            TorporError: if dormancy has ended.
+        """
+        if self._removed:
+            raise TorporError(
+                "this handle's dormancy has ended: remove() was called\n  Call freeze_mtp again."
+            )
+        if self.executions:
+            raise MTPExecutedError(
+                f"MTP layers were called {self.executions} times outside inference while asleep; 0 is right"
+                "\n  The traceback of the first call named the module; find what swallowed it."
+            )
+        check_untrained(
+            ((n, t) for n, t in self._retained.items() if isinstance(t, torch.nn.Parameter)), optimizer
+        )
+        fingerprint = self.fingerprint()
+        for name, digest in fingerprint.items():
+            if digest != self._baseline[name]:
+                raise MTPChangedError(
+                    f"{name} changed while asleep\n"
+                    f"  asleep since sha256 {self._baseline[name]}   now {digest}\n"
+                    "  Do not export this model: something wrote to it behind autograd and the optimizer."
+                )
+        return DormancyReport(
+            executions=self.executions,
+            num_tensors=len(self._retained),
+            num_bytes=sum(t.numel() * t.element_size() for t in self._retained.values()),
+            fingerprint=fingerprint,
+            optimizer_checked=optimizer is not None,
+        )
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Run the MTP layers normally inside the block, for instance to measure their acceptance.
+
+        Their parameters stay frozen; in training mode their loss reaches the trunk as upstream has it.
+        """
+        self._switch.num_awake += 1
+        try:
+            yield
+        finally:
+            self._switch.num_awake -= 1
+
+    def remove(self) -> None:
+        """End dormancy: everything is as before the call. A second call does nothing."""
+        if self._removed:
+            return
+        for site in self._sites:
+            del vars(site.model)["_call_impl"]
+            if site.mtp is not None:
+                del vars(site.mtp)["_call_impl"]
+        for hook in self._hooks:
+            hook.remove()
+        for name, was_trainable in self._was_trainable.items():
+            self._frozen[name].requires_grad_(was_trainable)
+        self._removed = True
+
+    def _install(self, site: LanguageModelSite) -> None:
+        call = DormantLanguageModelCall(site.model, self._switch)
+        vars(site.model)["_call_impl"] = call
+        if site.mtp is None:
+            return
+        mtp_name = join(site.name, "mtp")
+        vars(site.mtp)["_call_impl"] = PassThroughCall(site.mtp, mtp_name, call)
+        for name, module in site.mtp.named_modules():
+            guard = ExecutionGuard(join(mtp_name, name), self._switch)
+            self._hooks.append(module.register_forward_pre_hook(guard))
+        self._hooks.append(site.mtp.register_load_state_dict_post_hook(self._rebase))
+
+    def _rebase(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
+        """Take what was just loaded as the baseline: the usual order is freeze, wrap, load a checkpoint."""
+        self._baseline = self.fingerprint()
+
+
+def _retained_tensors(
+    chunks: Sequence[torch.nn.Module], sites: Sequence[LanguageModelSite]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all parameters and buffers of the MTP blocks, but those that are the trunk's as well."""
+    mtp_modules = {m for site in sites if site.mtp is not None for m in site.mtp.modules()}
+    trunk = {
+        id(p)
+        for _, chunk in name_chunks(chunks)
+        for module in chunk.modules()
+        if module not in mtp_modules
+        for p in module.parameters(recurse=False)
+    }
+    for site in sites:
+        if site.mtp is not None:
+            for name, tensor in [*site.mtp.named_parameters(), *site.mtp.named_buffers()]:
+                if id(tensor) not in trunk:
+                    yield join(site.name, "mtp", name), tensor
+
+
+def _dead_output_weights(sites: Sequence[LanguageModelSite]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield output weights that a tied last stage allocates but never uses.
+
+    With tied embeddings, PP>1 and MTP the last stage projects with its embedding duplicate, and still
+    allocates an `output_layer.weight` (gpt_model.py, hybrid_model.py: skip_weight_param_allocation looks at
+    pre_process only). Without a gradient it would make DDP's overlapped reduction wait for ever.
+    """
+    for site in sites:
+        model: Any = site.model
+        if site.mtp is None or model.pre_process or not model.share_embeddings_and_output_weights:
+            continue
+        weight = getattr(getattr(model, "output_layer", None), "weight", None)
+        if weight is not None:
+            yield join(site.name, "output_layer.weight"), weight
