@@ -1,4 +1,4 @@
-"""From a Hugging Face config to Megatron models: what is supported is built, anything else is refused by name."""
+"""From a Hugging Face config to Megatron models: what is supported is built, the rest is refused by name."""
 
 from __future__ import annotations
 
@@ -431,7 +431,8 @@ def _check_divides(axis: str, size: int, name: str, count: int) -> None:
     if count % size:
         divisors = [str(n) for n in range(1, min(count, 64) + 1) if count % n == 0]
         raise ConfigError(
-            f"{axis} parallel size {size} does not divide {name} = {count}; possible sizes: {', '.join(divisors)}"
+            f"{axis} parallel size {size} does not divide {name} = {count}; "
+            f"possible sizes: {', '.join(divisors)}"
         )
 
 
