@@ -1,0 +1,531 @@
+"""Hugging Face folders: opened from their headers alone, read as raw bytes, written aside and renamed."""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import TYPE_CHECKING, Any, BinaryIO, Self
+
+from torpor.checkpoints.header import (
+    DTYPE_BITS,
+    LENGTH_BYTES,
+    TensorEntry,
+    check_tensor_name,
+    encode_entry,
+    num_bytes,
+    parse_json_object,
+    read_header,
+)
+from torpor.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+CONFIG_NAME = "config.json"
+
+# Formats that hold weights. Several are pickles, which run code when read: none is ever opened or copied.
+WEIGHT_SUFFIXES = frozenset(
+    (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".gguf", ".onnx", ".npz")
+)
+INDEX_SUFFIX = ".index.json"
+
+MAX_JSON_BYTES = 2**28
+CHUNK_BYTES = 4 * 2**20
+# A shard's header is written last, into room left for it, so that tensors can be streamed behind it.
+MIN_HEADER_ROOM = 2**12
+MAX_HEADER_ROOM = 2**20
+
+# Safetensors' words for torch's dtypes, by attribute name; torch itself is imported only to move tensors.
+TORCH_DTYPES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+    "U16": "uint16",
+    "I16": "int16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "U32": "uint32",
+    "I32": "int32",
+    "F32": "float32",
+    "U64": "uint64",
+    "I64": "int64",
+    "F64": "float64",
+    "C64": "complex64",
+}
+
+
+@dataclass(frozen=True)
+class Folder:
+    """An opened Hugging Face folder; made by `open_folder`, which has checked everything in it.
+
+    Attributes:
+        path: The folder.
+        config: What config.json says.
+        config_bytes: The same, verbatim.
+        tensors: Every tensor by name.
+        companions: The other files that belong to the model: tokenizer, generation, remote code, licence.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    config_bytes: bytes
+    tensors: Mapping[str, TensorEntry]
+    companions: tuple[Path, ...]
+
+    def entry(self, name: str) -> TensorEntry:
+        """Return where a tensor lies.
+
+        Raises:
+            CheckpointError: The folder has no such tensor.
+        """
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise CheckpointError(f"{self.path} has no tensor {name}") from None
+
+    def iter_bytes(self, name: str) -> Iterator[memoryview]:
+        """Yield a tensor's bytes in pieces; each piece is valid until the next is asked for.
+
+        Raises:
+            CheckpointError: No such tensor, or the file has shrunk since it was opened.
+        """
+        entry = self.entry(name)
+        piece = memoryview(bytearray(min(CHUNK_BYTES, entry.nbytes)))
+        with entry.file.open("rb", buffering=0) as stream:
+            stream.seek(entry.offset)
+            left = entry.nbytes
+            while left:
+                got = stream.readinto(piece[:left])
+                if not got:
+                    raise CheckpointError(
+                        f"{entry.file} ended {left} bytes before the end of {name}\n"
+                        "  It has changed since it was opened; nothing may write to a folder in use."
+                    )
+                yield piece[:got]
+                left -= got
+
+    def read_bytes(self, name: str) -> bytearray:
+        """Return a tensor's bytes, in memory of their own.
+
+        Raises:
+            CheckpointError: As `iter_bytes`.
+        """
+        data, start = bytearray(self.entry(name).nbytes), 0
+        for piece in self.iter_bytes(name):
+            data[start : start + len(piece)] = piece
+            start += len(piece)
+        return data
+
+    def read_tensor(self, name: str) -> "torch.Tensor":
+        """Return a tensor on the CPU, in memory of its own.
+
+        Raises:
+            CheckpointError: As `iter_bytes`, or PyTorch has no such dtype.
+        """
+        import torch
+
+        entry = self.entry(name)
+        if entry.dtype not in TORCH_DTYPES:
+            raise CheckpointError(f"{name} in {entry.file} is {entry.dtype}, which PyTorch cannot hold")
+        dtype = getattr(torch, TORCH_DTYPES[entry.dtype])
+        if not entry.nbytes:
+            return torch.empty(entry.shape, dtype=dtype)
+        return torch.frombuffer(self.read_bytes(name), dtype=dtype).reshape(entry.shape)
+
+    def sha256(self, name: str) -> str:
+        """Return the SHA-256 of a tensor's bytes, in hexadecimal.
+
+        Raises:
+            CheckpointError: As `iter_bytes`.
+        """
+        digest = hashlib.sha256()
+        for piece in self.iter_bytes(name):
+            digest.update(piece)
+        return digest.hexdigest()
+
+
+def open_folder(path: str | Path) -> Folder:
+    """Open a Hugging Face folder and check it from its headers; no tensor is read.
+
+    Args:
+        path: A folder with config.json and safetensors weights, in one file or in shards with an index.
+
+    Raises:
+        CheckpointError: The folder is missing, unreadable, damaged, contradicts itself, points outside
+            itself, or holds its weights in another format.
+    """
+    try:
+        return _open_folder(Path(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _open_folder(path: Path) -> Folder:
+    if not path.is_dir():
+        state = "is not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(
+            f"checkpoint folder {path} {state}\n"
+            "  A Hugging Face folder on this machine is needed, with config.json and *.safetensors."
+        )
+    files = {entry.name for entry in path.iterdir() if not entry.is_dir()}
+    if CONFIG_NAME not in files:
+        raise CheckpointError(f"{path} has no {CONFIG_NAME}\n  It is not a Hugging Face model folder.")
+    config_bytes, config = _read_json(_inside(path, CONFIG_NAME))
+
+    weight_map = _read_weight_map(path, files)
+    shards = sorted(set(weight_map.values())) if weight_map is not None else [SINGLE_NAME]
+    tensors: dict[str, TensorEntry] = {}
+    for shard in shards:
+        for name, entry in read_header(_inside(path, shard)).items():
+            if name in tensors:
+                raise CheckpointError(
+                    f"{path}: {name} is in two files, {tensors[name].file.name} and {shard}\n"
+                    "  Which one counts is undecidable; write the folder again."
+                )
+            if weight_map is not None and weight_map.get(name) != shard:
+                said = weight_map.get(name, "no file")
+                raise CheckpointError(f"{path}: {name} is in {shard}, the index says {said}\n  {_REINDEX}")
+            tensors[name] = entry
+    absent = [name for name in weight_map or () if name not in tensors]
+    if absent:
+        raise CheckpointError(
+            f"{path}: the index lists {len(absent)} tensors that no file holds, first {absent[0]}"
+            f" (said to be in {weight_map[absent[0]]})\n  {_REINDEX}"
+        )
+    companions = tuple(
+        _inside(path, name)
+        for name in sorted(files - {CONFIG_NAME, INDEX_NAME})
+        if not _holds_weights(name) and not name.startswith(".")
+    )
+    return Folder(path, MappingProxyType(config), config_bytes, MappingProxyType(tensors), companions)
+
+
+_REINDEX = f"The index {INDEX_NAME} does not describe the files beside it; fetch or write the folder again."
+
+
+def _read_json(file: Path) -> tuple[bytes, dict[str, Any]]:
+    size = file.stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{file} has {size} bytes, at most {MAX_JSON_BYTES} are read")
+    text = file.read_bytes()
+    return text, parse_json_object(text, file)
+
+
+def _holds_weights(name: str) -> bool:
+    return Path(name).suffix in WEIGHT_SUFFIXES or name.endswith(INDEX_SUFFIX)
+
+
+def _read_weight_map(path: Path, files: set[str]) -> dict[str, str] | None:
+    """Return the index's tensor -> file map, or None for a folder with the one file `model.safetensors`."""
+    if INDEX_NAME not in files:
+        if SINGLE_NAME in files:
+            return None
+        shards = sorted(name for name in files if name.endswith(".safetensors"))
+        if shards:
+            raise CheckpointError(
+                f"{path} has {len(shards)} safetensors files, first {shards[0]}, and no {INDEX_NAME}\n"
+                "  Without it nobody can tell whether all are there; fetch or write the folder again."
+            )
+        others = sorted(name for name in files if _holds_weights(name))
+        if others:
+            raise CheckpointError(
+                f"{path} holds its weights as {others[0]}, needs safetensors\n"
+                "  Other formats can run code when read and are never opened; convert the folder first."
+            )
+        raise CheckpointError(f"{path} has neither {SINGLE_NAME} nor {INDEX_NAME}: it holds no weights")
+
+    file = _inside(path, INDEX_NAME)
+    weight_map = _read_json(file)[1].get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{file}: weight_map is {weight_map!r}, needs a map from tensor to file")
+    for name, shard in weight_map.items():
+        check_tensor_name(name, file)
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{file} puts {name} into {shard!r}, needs the plain name of a .safetensors file beside it"
+            )
+    if SINGLE_NAME in files and SINGLE_NAME not in weight_map.values():
+        raise CheckpointError(
+            f"{path} has {SINGLE_NAME} and an index that does not mention it\n"
+            "  Some readers take the one and some the other; remove the one that is out of date."
+        )
+    return weight_map
+
+
+def _inside(path: Path, name: str) -> Path:
+    """Return the regular file `name` of a folder, refusing links that lead out of it.
+
+    A download cache keeps its files in `blobs/` and links to them from `snapshots/<revision>/`: that one way
+    out is allowed.
+    """
+    file, home = path / name, path.resolve()
+    try:
+        target = file.resolve(strict=True)
+    except (OSError, RuntimeError):
+        reason = "is a broken link" if file.is_symlink() else "is missing"
+        raise CheckpointError(f"{file} {reason}\n  Fetch or write the folder again.") from None
+    cached = home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
+    if home not in target.parents and not cached:
+        raise CheckpointError(
+            f"{file} is a link to {target}, outside its folder\n"
+            "  Replace the link by the file if that is really meant."
+        )
+    if not target.is_file():
+        raise CheckpointError(f"{file} is not a regular file")
+    return file
+
+
+class FolderWriter:
+    """Writes a Hugging Face folder, tensor by tensor, that exists complete or not at all.
+
+    Shards are streamed into a hidden folder beside `out`, which is fsynced and renamed onto `out` when the
+    `with` block ends; if the block raises, it is removed. Use as a context manager.
+
+    Args:
+        out: The folder to make; nothing may be there.
+        like: The folder whose tokenizer, generation, code and licence files the new one gets.
+        config: What config.json shall say; `like`'s bytes, verbatim, where None.
+        max_shard_bytes: Size at which another shard is begun.
+
+    Raises:
+        CheckpointError: `out` exists.
+    """
+
+    def __init__(
+        self,
+        out: str | Path,
+        like: Folder,
+        config: dict[str, Any] | None = None,
+        max_shard_bytes: int = 5 * 2**30,
+    ):
+        self.out = Path(out)
+        self._aside = self.out.parent / f".{self.out.name}.{secrets.token_hex(4)}.partial"
+        self._like = like
+        self._config = config
+        self._max_shard_bytes = max_shard_bytes
+        self._written: dict[str, int] = {}  # tensor -> number of its shard
+        self._total_bytes = 0
+        self._num_shards = 0
+        self._shard: _Shard | None = None
+        room = sum(
+            len(encode_entry(e.name, e.dtype, e.shape, 2**40, 2**40)) + 1 for e in like.tensors.values()
+        )
+        self._header_room = _round_up(min(max(room, MIN_HEADER_ROOM), MAX_HEADER_ROOM))
+
+    def __enter__(self) -> Self:
+        self._refuse_existing()
+        self.out.parent.mkdir(parents=True, exist_ok=True)
+        self._aside.mkdir()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            if self._shard:
+                self._shard.stream.close()
+            # After a rename there is nothing left under this name.
+            shutil.rmtree(self._aside, ignore_errors=True)
+
+    def add(
+        self, name: str, dtype: str, shape: Iterable[int], buffer: bytes | bytearray | memoryview
+    ) -> None:
+        """Write one tensor from its bytes.
+
+        Args:
+            name: Its name.
+            dtype: Safetensors' word, such as "BF16".
+            shape: Its dimensions.
+            buffer: Its bytes, row-major.
+
+        Raises:
+            CheckpointError: The name was written before, or the bytes do not fit dtype and shape.
+        """
+        view = memoryview(buffer).cast("B")
+        self._add(name, dtype, tuple(shape), len(view), (view,))
+
+    def add_tensor(self, name: str, tensor: "torch.Tensor", dtype: str | None = None) -> None:
+        """Write one tensor, cast first if `dtype` (safetensors' word) is given.
+
+        Raises:
+            CheckpointError: As `add`, or safetensors has no word for the dtype.
+        """
+        import torch
+
+        words = {getattr(torch, attribute): word for word, attribute in TORCH_DTYPES.items()}
+        if dtype is not None:
+            tensor = tensor.to(getattr(torch, TORCH_DTYPES[dtype]))
+        if tensor.dtype not in words:
+            raise CheckpointError(f"{name} is {tensor.dtype}, for which safetensors has no word")
+        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        self.add(name, words[tensor.dtype], tensor.shape, flat.numpy().data)
+
+    def copy(self, source: Folder, name: str) -> None:
+        """Stream one tensor's bytes over from another folder, unchanged.
+
+        Raises:
+            CheckpointError: As `add`, or `source` has no such tensor.
+        """
+        entry = source.entry(name)
+        self._add(name, entry.dtype, entry.shape, entry.nbytes, source.iter_bytes(name))
+
+    def _add(
+        self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, pieces: Iterable[memoryview]
+    ) -> None:
+        check_tensor_name(name, self.out)
+        if name in self._written:
+            raise CheckpointError(f"{name} is written to {self.out} a second time")
+        if dtype not in DTYPE_BITS:
+            raise CheckpointError(f"{name} has dtype {dtype!r}; known are {', '.join(DTYPE_BITS)}")
+        if num_bytes(dtype, shape) != nbytes:
+            raise CheckpointError(
+                f"{name} is {dtype} {list(shape)}: {num_bytes(dtype, shape)} bytes, but {nbytes} were given"
+            )
+        if self._shard and not self._shard.has_room(name, dtype, shape, nbytes, self._max_shard_bytes):
+            self._close_shard()
+        if self._shard is None:
+            self._num_shards += 1
+            stream = self._shard_file(self._num_shards).open("xb")
+            self._shard = _Shard(stream, self._header_room)
+        self._shard.write(name, dtype, shape, nbytes, pieces)
+        self._written[name] = self._num_shards
+        self._total_bytes += nbytes
+
+    def _shard_file(self, number: int) -> Path:
+        return self._aside / f"shard-{number}"
+
+    def _close_shard(self) -> None:
+        assert self._shard is not None
+        self._shard.finish()
+        self._shard = None
+
+    def _finish(self) -> None:
+        if not self._written:
+            raise CheckpointError(f"no tensor was written to {self.out}")
+        if self._shard:
+            self._close_shard()
+        names = {
+            n: SINGLE_NAME
+            if self._num_shards == 1
+            else f"model-{n:05d}-of-{self._num_shards:05d}.safetensors"
+            for n in range(1, self._num_shards + 1)
+        }
+        for number, name in names.items():
+            self._shard_file(number).rename(self._aside / name)
+        if self._num_shards > 1:
+            index = {
+                "metadata": {"total_size": self._total_bytes},
+                "weight_map": {tensor: names[n] for tensor, n in sorted(self._written.items())},
+            }
+            self._write_file(INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
+        for companion in self._like.companions:
+            self._write_file(companion.name, companion.read_bytes())
+        config = self._like.config_bytes
+        if self._config is not None:
+            config = (json.dumps(self._config, indent=2) + "\n").encode()
+        self._write_file(CONFIG_NAME, config)
+        _fsync_folder(self._aside)
+        # Renaming onto an empty folder succeeds, so the name is looked at once more.
+        self._refuse_existing()
+        self._aside.rename(self.out)
+        _fsync_folder(self.out.parent)
+
+    def _write_file(self, name: str, data: bytes) -> None:
+        with (self._aside / name).open("xb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+
+    def _refuse_existing(self) -> None:
+        if os.path.lexists(self.out):
+            raise CheckpointError(
+                f"output folder {self.out} exists\n  Nothing is overwritten: remove it, or name another."
+            )
+
+
+class _Shard:
+    """A safetensors file being written: tensors first, then the header into the room left for it.
+
+    Args:
+        stream: A new, empty file.
+        header_room: Bytes of that room, a multiple of eight.
+    """
+
+    def __init__(self, stream: BinaryIO, header_room: int):
+        self.stream = stream
+        self._room = header_room
+        self._entries = ['"__metadata__":{"format":"pt"}']  # without it some readers refuse the file
+        self._header_bytes = len("{}") + len(self._entries[0])
+        self._nbytes = 0
+
+    def has_room(self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, max_bytes: int) -> bool:
+        """Whether one more tensor can follow the ones there are.
+
+        Readers map the file and view it in the tensor's dtype, so each tensor has to start at a multiple of
+        its element's size; the format allows no gap to make that so.
+        """
+        aligned = not self._nbytes % max(DTYPE_BITS[dtype] // 8, 1)
+        entry = encode_entry(name, dtype, shape, self._nbytes, self._nbytes + nbytes)
+        small = self._nbytes + nbytes <= max_bytes and self._header_bytes_with(entry) <= self._room
+        return aligned and small
+
+    def write(
+        self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, pieces: Iterable[memoryview]
+    ) -> None:
+        """Stream one tensor; a failure on the way leaves the shard as it was."""
+        entry = encode_entry(name, dtype, shape, self._nbytes, self._nbytes + nbytes)
+        if not self._nbytes:
+            # The first tensor gets in however long its name is, and however large it is.
+            self._room = max(self._room, _round_up(self._header_bytes_with(entry)))
+        start = LENGTH_BYTES + self._room + self._nbytes
+        self.stream.seek(start)
+        try:
+            for piece in pieces:
+                self.stream.write(piece)
+        except BaseException:
+            self.stream.seek(start)
+            self.stream.truncate()
+            raise
+        self._entries.append(entry)
+        self._header_bytes = self._header_bytes_with(entry)
+        self._nbytes += nbytes
+
+    def finish(self) -> None:
+        """Write the header, make everything durable and close the file."""
+        with self.stream:
+            self.stream.seek(0)
+            header = ("{" + ",".join(self._entries) + "}").encode()
+            self.stream.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+            self.stream.flush()
+            os.fsync(self.stream.fileno())
+
+    def _header_bytes_with(self, entry: str) -> int:
+        return self._header_bytes + len(",") + len(entry)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // 8) * 8
+
+
+def _fsync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
