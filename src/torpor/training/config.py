@@ -1,0 +1,247 @@
+"""What a distillation run is told: every setting, its default, and the checks that need no other file."""
+
+import difflib
+import glob
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+from torpor.errors import ConfigError
+
+
+def _no_bool(value: Any) -> Any:
+    # YAML's `yes` and `on` are booleans, and Python counts a boolean as a number.
+    if isinstance(value, bool):
+        raise ValueError("needs a number, not a truth value")
+    return value
+
+
+def _resolve(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, str | Path):
+        return value
+    if not str(value):
+        raise ValueError("is empty")
+    base = Path(info.context["base"]) if info.context else Path.cwd()
+    # Not Path.resolve(): a folder that is a link keeps the name that its owner gave it.
+    return base / Path(value).expanduser()
+
+
+Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+CountOrNone = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+Rate = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
+PositiveRate = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
+Folder = Annotated[Path, BeforeValidator(_resolve)]
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class OptimizationConfig(_Settings):
+    """Settings of any training loop: batches, schedule, optimizer, precision, layout, bookkeeping."""
+
+    sequence_length: Count = Field(description="tokens per window")
+    micro_batch_size: Count = 1
+    global_batch_size: Count = Field(description="windows per optimizer step, over all ranks")
+    steps: Count | None = Field(default=None, description="optimizer steps; or give `epochs`")
+    epochs: PositiveRate | None = Field(default=None, description="passes over the data; or give `steps`")
+
+    lr: PositiveRate = 1e-4
+    min_lr: Rate = 0.0
+    warmup_steps: CountOrNone = 0
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: Rate = 0.1
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    eps: PositiveRate = 1e-8
+    clip_grad: Rate = Field(default=1.0, description="largest gradient norm; 0 switches clipping off")
+    distributed_optimizer: bool = Field(default=False, description="shard optimizer state over data ranks")
+
+    dtype: Literal["fp32", "bf16"] = "bf16"
+    recompute: Literal["selective", "full"] | None = None
+    tensor_parallel: Count = 1
+    pipeline_parallel: Count = 1
+    expert_parallel: Count = 1
+    sequence_parallel: bool = False
+
+    save_every: Count = 100
+    keep: Count = Field(default=2, description="checkpoints kept")
+    eval_every: Count = 100
+    eval_batches: CountOrNone = Field(default=8, description="held-out global batches per evaluation")
+    held_out: Fraction = Field(default=0.01, description="share of the windows that is never trained on")
+    log_every: Count = 1
+    seed: CountOrNone = 1234
+
+    @model_validator(mode="after")
+    def _check_lengths(self) -> Self:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("`steps` and `epochs`: give exactly one of the two")
+        if self.global_batch_size % self.micro_batch_size:
+            raise ValueError(
+                f"`global_batch_size` {self.global_batch_size} is not a multiple of "
+                f"`micro_batch_size` {self.micro_batch_size}"
+            )
+        if self.min_lr > self.lr:
+            raise ValueError(f"`min_lr` {self.min_lr:g} is larger than `lr` {self.lr:g}")
+        if self.steps is not None and self.warmup_steps >= self.steps:
+            raise ValueError(f"`warmup_steps` {self.warmup_steps} leaves no step of `steps` {self.steps}")
+        if self.sequence_parallel and self.tensor_parallel == 1:
+            raise ValueError("`sequence_parallel` needs `tensor_parallel` of 2 or more; it is 1")
+        if self.sequence_length % self.tensor_parallel and self.sequence_parallel:
+            raise ValueError(
+                f"`sequence_length` {self.sequence_length} is not a multiple of "
+                f"`tensor_parallel` {self.tensor_parallel}, which `sequence_parallel` needs"
+            )
+        return self
+
+    def check_batch(self, data_parallel: int) -> None:
+        """Check that the global batch divides over the data-parallel ranks.
+
+        Args:
+            data_parallel: number of data-parallel ranks.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        share = self.micro_batch_size * data_parallel
+        if self.global_batch_size % share:
+            raise ConfigError(
+                f"`global_batch_size` {self.global_batch_size} is not a multiple of `micro_batch_size` "
+                f"{self.micro_batch_size} x {data_parallel} data-parallel ranks\n"
+                f"  Use a multiple of {share}."
+            )
+
+
+class DistillConfig(OptimizationConfig):
+    """Settings of `torpor distill`: which folders and text, and how to train."""
+
+    teacher: Folder = Field(description="Hugging Face folder of the teacher")
+    student: Folder = Field(description="Hugging Face folder of the student")
+    output: Folder = Field(description="run folder: checkpoints, metrics, export")
+    data: list[Path] = Field(description="text: .txt, .jsonl, .parquet, saved datasets, folders, globs")
+    text_key: str = Field(default="text", min_length=1, description="field of a record that holds its text")
+    temperature: PositiveRate = 1.0
+    freeze_mtp: bool = Field(default=True, description="keep the MTP layers of both models asleep")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _resolve_data(cls, value: Any, info: ValidationInfo) -> Any:
+        items = [value] if isinstance(value, str | Path) else value
+        if not isinstance(items, list) or not items:
+            raise ValueError("needs a path or a list of paths")
+        paths: list[Path] = []
+        for item in items:
+            path = _resolve(item, info)
+            if not isinstance(path, Path):
+                raise ValueError(f"needs paths, not {item!r}")
+            # A name that exists is taken as it is, even where it contains a wildcard's characters.
+            if path.exists() or not glob.has_magic(str(path)):
+                paths.append(path)
+                continue
+            found = sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
+            if not found:
+                raise ValueError(f"matches no file: {path}")
+            paths.extend(found)
+        return paths
+
+    @model_validator(mode="after")
+    def _check_folders(self) -> Self:
+        for name in ("teacher", "student"):
+            if getattr(self, name) == self.output:
+                raise ValueError(f"`output` is the same folder as `{name}`: {self.output}")
+        return self
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """PyYAML keeps the last of two equal keys without a word; this loader refuses them."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            if key_node.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key `{key_node.value}` appears twice", key_node.start_mark
+                )
+            seen.add(key_node.value)
+        return super().construct_mapping(node, deep)
+
+
+def read_distill_config(path: Path, overrides: Mapping[str, Any] | None = None) -> DistillConfig:
+    """Read and check a distillation configuration.
+
+    Args:
+        path: YAML file; the relative paths inside it are relative to its own folder.
+        overrides: settings that replace the file's, by name; None values are ignored, and their relative
+            paths are relative to the working directory.
+
+    Returns:
+        The checked configuration, with absolute paths.
+
+    Raises:
+        ConfigError: the file is missing or no YAML mapping, a key is unknown, or a value cannot be honoured.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{path}: there is no such file\n  Give the path of a YAML file; see `torpor distill --help`."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}\n  Give a readable UTF-8 YAML file.") from None
+    try:
+        values = yaml.load(text, _UniqueKeyLoader)  # a SafeLoader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise ConfigError(
+            f"{path}{where}: {problem}\n  A configuration is a YAML mapping with one `key: value` per line."
+        ) from None
+    if not isinstance(values, dict):
+        found = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ConfigError(f"{path}: holds {found}, not a mapping\n  Write one `key: value` per line.")
+    for name, value in (overrides or {}).items():
+        if value is not None:
+            values[name] = value.absolute() if isinstance(value, Path) else value
+    try:
+        return DistillConfig.model_validate(values, context={"base": path.absolute().parent})
+    except ValidationError as error:
+        raise ConfigError(_explain(path, error)) from None
+
+
+def _explain(path: Path, error: ValidationError) -> str:
+    """One line per problem, each with the file, the key, its value and what it should be."""
+    known = list(DistillConfig.model_fields)
+    lines = []
+    for problem in error.errors():
+        key = ".".join(str(part) for part in problem["loc"])
+        value = problem["input"]
+        if problem["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"the settings are: {', '.join(known)}"
+            lines.append(f"{path}: `{key}` (with the value {value!r}) is not a setting\n  {hint}")
+        elif problem["type"] == "missing":
+            purpose = DistillConfig.model_fields[key].description
+            lines.append(f"{path}: `{key}` is missing\n  Add `{key}: ...` ({purpose}).")
+        elif not key:
+            lines.append(f"{path}: {_plain(problem['msg'])}\n  Change one of them.")
+        else:
+            lines.append(f"{path}: `{key}` is {value!r}: {_plain(problem['msg'])}\n  Change its value.")
+    return "\n".join(lines)
+
+
+def _plain(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]

@@ -1,0 +1,542 @@
+"""From text on disk to this rank's micro-batches: reading, tokenizing, packing, splitting, shuffling.
+
+Every choice is a pure function of the data, the tokenizer, the seed and the step, never of the layout or of
+what ran before: a resumed run asks for step k and gets what the uninterrupted run got, and a run on four
+data-parallel ranks sees the same global batches as a run on one.
+"""
+
+import difflib
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from torpor.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from torpor.training.config import OptimizationConfig
+
+_SUFFIXES = (".txt", ".jsonl", ".parquet")
+# Rare scripts, digits, code, whitespace runs and an emoji: tokenizers with equal vocabularies but different
+# merges, normalizers or pre-tokenizers split at least one of these differently.
+_PROBE = 'Torpor 0123456789 naïve façade\tdef f(x):\n\n    return  x**2  # 深い眠り Ωμέγα 🦔 "quoted"'
+_DOCUMENTS_PER_CALL = 512
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file or saved dataset that holds documents."""
+
+    path: Path
+    kind: str  # "txt", "jsonl", "parquet" or "dataset"
+
+
+def find_sources(paths: Iterable[Path]) -> list[Source]:
+    """List the files and saved datasets under `paths`, in a fixed order.
+
+    Args:
+        paths: text files, folders of them (searched recursively), or folders written by `save_to_disk`.
+
+    Returns:
+        At least one source, without repetitions.
+
+    Raises:
+        ConfigError: a path is missing, of an unknown kind, or a folder holds nothing readable.
+    """
+    sources: dict[Path, Source] = {}
+    for path in paths:
+        for source in _expand(path):
+            sources.setdefault(source.path, source)
+    return list(sources.values())
+
+
+def _expand(path: Path) -> list[Source]:
+    if path.is_file():
+        if path.suffix not in _SUFFIXES:
+            raise ConfigError(
+                f"`data`: {path} ends in {path.suffix or 'nothing'!r}\n"
+                f"  Known are {', '.join(_SUFFIXES)} files and datasets saved with `save_to_disk`."
+            )
+        return [Source(path, path.suffix[1:])]
+    if not path.is_dir():
+        raise ConfigError(f"`data`: {path} does not exist\n  Give the path of a file or folder of text.")
+    if _is_saved_dataset(path):
+        return [Source(path, "dataset")]
+    found = [
+        Source(file, file.suffix[1:])
+        for file in sorted(path.rglob("*"))
+        if file.is_file() and file.suffix in _SUFFIXES
+    ]
+    if not found:
+        raise ConfigError(
+            f"`data`: the folder {path} holds no {', '.join(_SUFFIXES)} file and is no saved dataset\n"
+            "  Give a folder with text in it."
+        )
+    return found
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def read_documents(source: Source, text_key: str) -> Iterator[str]:
+    """Yield the texts of one source in order; blank ones are left out.
+
+    Args:
+        source: a file or saved dataset.
+        text_key: the field (or column) of a record that holds its text.
+
+    Raises:
+        ConfigError: a record has no such field, or the file is not what its name says; with the place.
+    """
+    read: Callable[[Path, str], Iterator[str]] = {
+        "txt": _read_txt,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "dataset": _read_dataset,
+    }[source.kind]
+    for text in read(source.path, text_key):
+        if text.strip():
+            yield text
+
+
+def _read_txt(path: Path, text_key: str) -> Iterator[str]:
+    try:
+        yield path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"`data`: {path} is not UTF-8 at byte {error.start}\n  Convert it, or leave it out."
+        ) from None
+
+
+def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            where = f"{path}:{number}"
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ConfigError(
+                    f"`data`: {where} is no JSON object: {error}\n  A .jsonl file has one object per line."
+                ) from None
+            yield _text_of(record, text_key, where)
+
+
+def _text_of(record: Any, text_key: str, where: str) -> str:
+    if not isinstance(record, dict):
+        raise ConfigError(
+            f"`data`: {where} is a {type(record).__name__}, not an object\n"
+            f'  Each record looks like {{"{text_key}": "..."}}.'
+        )
+    if text_key not in record:
+        raise _no_such_field(where, text_key, list(record))
+    text = record[text_key]
+    if not isinstance(text, str):
+        raise ConfigError(
+            f"`data`: {where}: `{text_key}` holds a {type(text).__name__}, not a string\n"
+            "  Name the field that holds text with `text_key`."
+        )
+    return text
+
+
+def _no_such_field(where: str, text_key: str, names: list[str]) -> ConfigError:
+    near = difflib.get_close_matches(text_key, names, n=1)
+    hint = f"Did you mean `text_key: {near[0]}`?" if near else "Name one of these with `text_key`."
+    return ConfigError(
+        f"`data`: {where} has no field `{text_key}`; it has {', '.join(names) or 'none'}\n  {hint}"
+    )
+
+
+def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"`data`: {path} is no Parquet file: {error}\n  Write it again.") from None
+    with file:
+        if text_key not in file.schema_arrow.names:
+            raise _no_such_field(str(path), text_key, file.schema_arrow.names)
+        for batch in file.iter_batches(columns=[text_key]):
+            yield from _texts_of_column(batch.column(0).to_pylist(), text_key, str(path))
+
+
+def _texts_of_column(values: list[Any], text_key: str, where: str) -> Iterator[str]:
+    for value in values:
+        if value is None:
+            continue
+        if not isinstance(value, str):
+            raise ConfigError(
+                f"`data`: {where}: `{text_key}` holds a {type(value).__name__}, not a string\n"
+                "  Name the field that holds text with `text_key`."
+            )
+        yield value
+
+
+def _read_dataset(path: Path, text_key: str) -> Iterator[str]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library raises whatever its reader met
+        raise ConfigError(
+            f"`data`: {path} cannot be loaded as a saved dataset: {error}\n  Save it again."
+        ) from error
+    if isinstance(loaded, datasets.DatasetDict):
+        if "train" not in loaded and len(loaded) != 1:
+            raise ConfigError(
+                f"`data`: {path} has the splits {', '.join(map(str, loaded))} and none is called train\n"
+                "  Give the folder of one split."
+            )
+        loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
+    if text_key not in loaded.column_names:
+        raise _no_such_field(str(path), text_key, loaded.column_names)
+    for batch in loaded.select_columns([text_key]).iter(batch_size=_DOCUMENTS_PER_CALL):
+        yield from _texts_of_column(batch[text_key], text_key, str(path))
+
+
+def check_not_empty(sources: list[Source], text_key: str) -> None:
+    """Check that at least one document has text, reading no further than the first.
+
+    Raises:
+        ConfigError: every source is empty, or the first record met is malformed.
+    """
+    for source in sources:
+        if next(read_documents(source, text_key), None) is not None:
+            return
+    names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
+    raise ConfigError(f"`data`: there is no text in {names}\n  Give files that hold text.")
+
+
+def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
+    """Load a folder's tokenizer from its own files, without the network and without running its code.
+
+    Raises:
+        ConfigError: the folder has no tokenizer that Transformers can read, or it has no end-of-text token.
+    """
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # the library raises whatever its reader met
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ConfigError(
+            f"{folder}: the tokenizer cannot be loaded: {first}\n"
+            "  The folder needs tokenizer.json and tokenizer_config.json beside its weights."
+        ) from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            f"{folder}: the tokenizer has no end-of-text token, which separates packed documents\n"
+            "  Set `eos_token` in its tokenizer_config.json."
+        )
+    return tokenizer
+
+
+def tokenizer_fingerprint(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """SHA-256 of what decides a tokenizer's output: vocabulary, end-of-text token and the probe's tokens."""
+    probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.eos_token_id, probe])
+    return hashlib.sha256(content.encode()).hexdigest()
+
+
+def check_tokenizers(
+    teacher: "PreTrainedTokenizerBase", student: "PreTrainedTokenizerBase", vocab_sizes: tuple[int, int]
+) -> None:
+    """Check that both models read the same tokens, which a logit-by-logit comparison takes for granted.
+
+    Args:
+        teacher: the teacher's tokenizer.
+        student: the student's tokenizer.
+        vocab_sizes: rows of the teacher's and of the student's output layer.
+
+    Raises:
+        ConfigError: the tokenizers differ (the first difference is named), the models' vocabulary sizes
+            differ, or a token has no row.
+    """
+    advice = "Distil into a student that uses its teacher's tokenizer."
+    teacher_vocab, student_vocab = teacher.get_vocab(), student.get_vocab()
+    if teacher_vocab != student_vocab:
+        token = min(
+            token
+            for token in teacher_vocab.keys() | student_vocab.keys()
+            if teacher_vocab.get(token) != student_vocab.get(token)
+        )
+        raise ConfigError(
+            f"the teacher's tokenizer ({len(teacher_vocab)} tokens) and the student's ({len(student_vocab)} "
+            f"tokens) differ: {token!r} is {teacher_vocab.get(token, 'absent')} for the teacher, "
+            f"{student_vocab.get(token, 'absent')} for the student\n  {advice}"
+        )
+    encode = [t(_PROBE, add_special_tokens=False)["input_ids"] for t in (teacher, student)]
+    if encode[0] != encode[1]:
+        raise ConfigError(
+            "the teacher's and the student's tokenizer have one vocabulary but split text differently: "
+            f"{len(encode[0])} and {len(encode[1])} tokens for a probe sentence\n  {advice}"
+        )
+    if teacher.eos_token_id != student.eos_token_id:
+        raise ConfigError(
+            f"the end-of-text token is {teacher.eos_token_id} for the teacher, {student.eos_token_id} for "
+            f"the student\n  {advice}"
+        )
+    if vocab_sizes[0] != vocab_sizes[1]:
+        raise ConfigError(
+            f"vocab_size is {vocab_sizes[0]} in the teacher's config.json, {vocab_sizes[1]} in the "
+            "student's\n  Logits are compared one by one: the sizes must be equal."
+        )
+    largest = max(student_vocab.values(), default=0)
+    if largest >= vocab_sizes[1]:
+        raise ConfigError(
+            f"the tokenizer's largest token id is {largest}, but vocab_size in config.json is "
+            f"{vocab_sizes[1]}\n  The folder's tokenizer and weights do not belong together."
+        )
+
+
+def token_cache_name(sources: list[Source], text_key: str, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """File name of the token cache: a hash of the sources' names, sizes and times, and of the tokenizer."""
+    facts: list[Any] = [tokenizer_fingerprint(tokenizer), text_key]
+    for source in sources:
+        files = [source.path] if source.path.is_file() else sorted(source.path.rglob("*"))
+        facts += [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16] + ".npy"
+
+
+def write_token_cache(
+    path: Path,
+    documents: Iterable[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    vocab_size: int,
+    on_progress: Callable[[int], None] | None = None,
+) -> None:
+    """Tokenize documents into one array on disk, each followed by the end-of-text token.
+
+    The array is written aside and renamed, so that a file of this name is always complete.
+
+    Args:
+        path: the .npy file to write; its folder exists.
+        documents: texts.
+        tokenizer: the models' tokenizer.
+        vocab_size: decides the width of a stored token.
+        on_progress: called with the number of tokens so far.
+    """
+    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+    aside = path.with_suffix(".partial")
+    try:
+        with aside.open("wb") as file:
+            _write_npy_header(file, dtype, 0)
+            start = file.tell()
+            count = 0
+            for tokens in _encode(documents, tokenizer):
+                array = np.asarray(tokens, dtype=dtype)
+                file.write(array.tobytes())
+                count += len(array)
+                if on_progress:
+                    on_progress(count)
+            file.seek(0)
+            _write_npy_header(file, dtype, count)
+            assert file.tell() == start, "NumPy pads the header so that a longer shape fits"
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _write_npy_header(file: Any, dtype: np.dtype, count: int) -> None:
+    np.lib.format.write_magic(file, (1, 0))
+    np.lib.format.write_array_header_1_0(
+        file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
+    )
+
+
+def _encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> Iterator[list[int]]:
+    eos = tokenizer.eos_token_id
+    batch: list[str] = []
+
+    def encoded() -> list[int]:
+        rows = tokenizer(batch, add_special_tokens=False, verbose=False)["input_ids"]
+        return [token for row in rows for token in (*row, eos)]
+
+    for text in documents:
+        batch.append(text)
+        if len(batch) == _DOCUMENTS_PER_CALL or len(text) > 2**20:
+            yield encoded()
+            batch.clear()
+    if batch:
+        yield encoded()
+
+
+class PackedWindows:
+    """A token array cut into windows, split into training and held-out ones, in a seeded order.
+
+    Window i holds tokens [i * S, i * S + S]: S + 1 tokens, of which the last is the first of window i + 1, so
+    that every token but the first is predicted once. With S = 4 and the tokens a b c d e f g h i there are
+    two windows, abcde and efghi; the first predicts b c d e from a b c d.
+
+    Args:
+        path: a file of `write_token_cache`.
+        sequence_length: S.
+        held_out: share of the windows kept for evaluation; at least one window if it is not 0.
+        seed: decides the split and the order.
+
+    Raises:
+        ConfigError: the text is too short for one training window and the asked-for held-out ones.
+    """
+
+    def __init__(self, path: Path, *, sequence_length: int, held_out: float, seed: int):
+        self.tokens = np.load(path, mmap_mode="r")
+        self.sequence_length = sequence_length
+        self.seed = seed
+        num_windows = max(0, (len(self.tokens) - 1) // sequence_length)
+        num_held_out = max(1, round(num_windows * held_out)) if held_out else 0
+        if num_windows <= num_held_out:
+            raise ConfigError(
+                f"`data` has {len(self.tokens)} tokens, which makes {num_windows} windows of "
+                f"sequence_length {sequence_length}; {num_held_out + 1} are needed "
+                f"(1 to train on, {num_held_out} held out)\n  Give more text or a smaller sequence_length."
+            )
+        # RandomState and not Generator: its streams are frozen across NumPy versions.
+        order = np.random.RandomState([seed, 0]).permutation(num_windows)
+        self.held_out = np.sort(order[:num_held_out])
+        self.training = np.sort(order[num_held_out:])
+        self._epoch = -1
+        self._order = self.training
+
+    def read(self, window: int) -> np.ndarray:
+        """The S + 1 tokens of one window, int64."""
+        start = window * self.sequence_length
+        return self.tokens[start : start + self.sequence_length + 1].astype(np.int64)
+
+    def training_window(self, sample: int) -> int:
+        """The window that is trained on as number `sample`, counted from the start of the run."""
+        epoch, position = divmod(sample, len(self.training))
+        if epoch != self._epoch:
+            self._order = np.random.RandomState([self.seed, 1 + epoch]).permutation(self.training)
+            self._epoch = epoch
+        return int(self._order[position])
+
+
+def prepare_windows(
+    sources: list[Source],
+    text_key: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    vocab_size: int,
+    folder: Path,
+    settings: "OptimizationConfig",
+    on_progress: Callable[[int], None] | None = None,
+) -> PackedWindows:
+    """Tokenize the sources, unless their tokens are in `folder` already, and cut them into windows.
+
+    Args:
+        sources: see `find_sources`.
+        text_key: the field of a record that holds its text.
+        tokenizer: the model's tokenizer.
+        vocab_size: rows of the model's output layer.
+        folder: an existing folder for the tokens.
+        settings: sequence_length, held_out and seed.
+        on_progress: called with the number of tokens so far.
+
+    Returns:
+        The windows.
+
+    Raises:
+        ConfigError: a source is malformed, or there is too little text.
+    """
+    path = folder / token_cache_name(sources, text_key, tokenizer)
+    if not path.exists():
+        documents = (text for source in sources for text in read_documents(source, text_key))
+        write_token_cache(path, documents, tokenizer, vocab_size, on_progress)
+    return PackedWindows(
+        path, sequence_length=settings.sequence_length, held_out=settings.held_out, seed=settings.seed
+    )
+
+
+def count_steps(settings: "OptimizationConfig", windows: PackedWindows) -> int:
+    """Optimizer steps of a run: `steps`, or as many as `epochs` need; at least one."""
+    if settings.steps is not None:
+        return settings.steps
+    assert settings.epochs is not None, "the configuration has one of the two"
+    return max(1, math.ceil(settings.epochs * len(windows.training) / settings.global_batch_size))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: B windows of S tokens."""
+
+    tokens_BS: "torch.Tensor"  # int64, what the model reads
+    labels_BS: "torch.Tensor"  # int64, the next token at each position
+    positions_BS: "torch.Tensor"  # int64, 0 .. S-1
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How a global batch is cut over data-parallel ranks and micro-batches.
+
+    Args:
+        micro_batch_size: windows per forward.
+        global_batch_size: windows per optimizer step over all ranks.
+        data_rank: this rank's place among the data-parallel ranks.
+        data_size: number of data-parallel ranks.
+    """
+
+    micro_batch_size: int
+    global_batch_size: int
+    data_rank: int
+    data_size: int
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches per optimizer step on this rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.data_size)
+
+    def samples(self, step: int) -> list[list[int]]:
+        """This rank's sample numbers of `step` (0-based), one list per micro-batch."""
+        first = step * self.global_batch_size
+        return [
+            [
+                first + (micro * self.data_size + self.data_rank) * self.micro_batch_size + i
+                for i in range(self.micro_batch_size)
+            ]
+            for micro in range(self.num_micro_batches)
+        ]
+
+
+def training_batches(
+    windows: PackedWindows, plan: BatchPlan, step: int, device: "torch.device"
+) -> Iterator[Batch]:
+    """This rank's micro-batches of optimizer step `step`, 0-based."""
+    for samples in plan.samples(step):
+        yield _batch([windows.read(windows.training_window(sample)) for sample in samples], device)
+
+
+def held_out_batches(
+    windows: PackedWindows, plan: BatchPlan, step: int, device: "torch.device"
+) -> Iterator[Batch]:
+    """This rank's micro-batches of evaluation batch `step`, 0-based; starts again after the last window."""
+    for samples in plan.samples(step):
+        chosen = [int(windows.held_out[sample % len(windows.held_out)]) for sample in samples]
+        yield _batch([windows.read(window) for window in chosen], device)
+
+
+def _batch(rows: list[np.ndarray], device: "torch.device") -> Batch:
+    import torch
+
+    windows_BT = torch.from_numpy(np.stack(rows)).to(device)  # T = S + 1
+    tokens_BS = windows_BT[:, :-1].contiguous()
+    labels_BS = windows_BT[:, 1:].contiguous()
+    positions_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
+    return Batch(tokens_BS, labels_BS, positions_BS.contiguous())
