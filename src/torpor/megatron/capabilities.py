@@ -1,0 +1,49 @@
+"""What the installed Megatron-Core and its optional kernels can do: the one place that asks them."""
+
+import functools
+import importlib.util
+import inspect
+
+from torpor.megatron.host import is_cpu_host
+
+
+def _is_installed(package: str) -> bool:
+    """Say whether a top-level package can be found, without importing it."""
+    return importlib.util.find_spec(package) is not None
+
+
+@functools.cache
+def has_transformer_engine() -> bool:
+    """Say whether Transformer Engine is installed and has a CUDA device to run on."""
+    if is_cpu_host() or not _is_installed("transformer_engine"):
+        return False
+    from megatron.core.extensions.transformer_engine import HAVE_TE  # installed, but does it load?
+
+    return bool(HAVE_TE)
+
+
+@functools.cache
+def has_mamba_ssm() -> bool:
+    """Say whether Megatron's Mamba mixer has its kernels, and a CUDA device to run them on."""
+    if is_cpu_host() or not _is_installed("mamba_ssm"):
+        return False
+    from megatron.core.ssm.mamba_mixer import HAVE_EINOPS, HAVE_MAMBA_SSM
+
+    return bool(HAVE_MAMBA_SSM and HAVE_EINOPS)
+
+
+@functools.cache
+def has_fused_adam() -> bool:
+    """Say whether Megatron found Transformer Engine's or Apex's Adam, which keep the step with the group."""
+    from megatron.core.optimizer import distrib_optimizer
+
+    return bool(distrib_optimizer.HAVE_APEX_OR_TE)
+
+
+def takes_compute_mtp_loss(model_class: type) -> bool:
+    """Say whether a language model's forward has the `compute_mtp_loss` argument, which 0.19 does not.
+
+    Args:
+        model_class: GPTModel, HybridModel or a class derived from one of them.
+    """
+    return "compute_mtp_loss" in inspect.signature(model_class.forward).parameters
