@@ -296,33 +296,42 @@ class FolderWriter:
 
     Args:
         out: The folder to make; nothing may be there.
-        like: The folder whose tokenizer, generation, code and licence files the new one gets.
+        like: The folder whose configuration and companions the new one gets; None for a folder of its own.
         config: What config.json shall say; `like`'s bytes, verbatim, where None.
+        companions: Other files to copy into it, such as the tokenizer's; `like`'s where None.
         max_shard_bytes: Size at which another shard is begun.
 
     Raises:
         CheckpointError: `out` exists.
+        ValueError: Neither `like` nor `config` is given.
     """
 
     def __init__(
         self,
         out: str | Path,
-        like: Folder,
-        config: dict[str, Any] | None = None,
+        like: Folder | None = None,
+        config: Mapping[str, Any] | None = None,
+        companions: Iterable[Path] | None = None,
         max_shard_bytes: int = 5 * 2**30,
     ):
         self.out = Path(out)
         self._aside = self.out.parent / f".{self.out.name}.{secrets.token_hex(4)}.partial"
-        self._like = like
-        self._config = config
+        if config is not None:
+            self._config_bytes = (json.dumps(dict(config), indent=2) + "\n").encode()
+        elif like is not None:
+            self._config_bytes = like.config_bytes
+        else:
+            raise ValueError("FolderWriter needs a folder to be like, or a config")
+        if companions is None:
+            companions = like.companions if like else ()
+        self._companions = tuple(companions)
         self._max_shard_bytes = max_shard_bytes
         self._written: dict[str, int] = {}  # tensor -> number of its shard
         self._total_bytes = 0
         self._num_shards = 0
         self._shard: _Shard | None = None
-        room = sum(
-            len(encode_entry(e.name, e.dtype, e.shape, 2**40, 2**40)) + 1 for e in like.tensors.values()
-        )
+        expected = like.tensors.values() if like else ()
+        room = sum(len(encode_entry(e.name, e.dtype, e.shape, 2**40, 2**40)) + 1 for e in expected)
         self._header_room = _round_up(min(max(room, MIN_HEADER_ROOM), MAX_HEADER_ROOM))
 
     def __enter__(self) -> Self:
@@ -357,7 +366,9 @@ class FolderWriter:
         Raises:
             CheckpointError: The name was written before, or the bytes do not fit dtype and shape.
         """
-        view = memoryview(buffer).cast("B")
+        view = memoryview(buffer)
+        # A view without elements cannot be cast.
+        view = view.cast("B") if view.nbytes else memoryview(b"")
         self._add(name, dtype, tuple(shape), len(view), (view,))
 
     def add_tensor(self, name: str, tensor: "torch.Tensor", dtype: str | None = None) -> None:
@@ -434,12 +445,9 @@ class FolderWriter:
                 "weight_map": {tensor: names[n] for tensor, n in sorted(self._written.items())},
             }
             self._write_file(INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
-        for companion in self._like.companions:
+        for companion in self._companions:
             self._write_file(companion.name, companion.read_bytes())
-        config = self._like.config_bytes
-        if self._config is not None:
-            config = (json.dumps(self._config, indent=2) + "\n").encode()
-        self._write_file(CONFIG_NAME, config)
+        self._write_file(CONFIG_NAME, self._config_bytes)
         _fsync_folder(self._aside)
         # Renaming onto an empty folder succeeds, so the name is looked at once more.
         self._refuse_existing()
