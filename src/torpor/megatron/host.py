@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+from torch.utils._device import _device_constructors
 
 from torpor.errors import ConfigError
 from torpor.megatron.noise import silence_upstream_notices
@@ -53,7 +54,7 @@ def prepare_host() -> torch.device:
         if "megatron.core" in sys.modules:
             raise ConfigError(
                 "megatron.core is already imported, and this machine has no CUDA device\n"
-                "  Megatron-Core binds CUDA functions while it is imported, so it is too late to replace them.\n"
+                "  Megatron-Core binds CUDA functions while it is imported: it is too late to replace them.\n"
                 "  Call torpor.megatron.host.prepare_host() first, before any import of megatron.core,\n"
                 "  modelopt's Megatron plugins or torpor.megatron.specs."
             )
@@ -95,8 +96,8 @@ class _Stream:
         """Return at once: the event has happened."""
 
     def record_event(self, event: object = None) -> object:
-        """Return the event: it has happened."""
-        return event
+        """Return the event, or this stream for a new one: what an event is waited for has happened."""
+        return self if event is None else event
 
     def synchronize(self) -> None:
         """Return at once: there is nothing to wait for."""
@@ -104,6 +105,9 @@ class _Stream:
 
 def _stand_in_for_cuda() -> None:
     """Replace the CUDA calls of torch that Megatron makes without asking whether there is a CUDA device."""
+    # `with torch.device(...)` looks factories up in a set that is built on first use: build it of the
+    # originals.
+    _device_constructors()
     cuda = torch.cuda
     # Everywhere: `device=torch.cuda.current_device()`.
     cuda.current_device = _for_megatron(cuda.current_device, lambda: CPU)
