@@ -99,8 +99,9 @@ class Family(ABC):
 class NemotronH(Family):
     """Hybrids of Mamba-2, attention, MLP and mixture-of-experts layers.
 
-    Each layer is a norm and one mixer. An MTP layer is as many such layers as its pattern has letters, numbered
-    through over all depths; its projections lie beside the first of them, its final norm beside the last.
+    Each layer is a norm and one mixer. An MTP layer is as many such layers as its pattern has letters,
+    numbered through over all depths; its projections lie beside the first of them, its final norm beside the
+    last.
     """
 
     name = "nemotron_h"
