@@ -97,21 +97,21 @@ class Folder:
             raise CheckpointError(f"{self.path} has no tensor {name}") from None
 
     def iter_bytes(self, name: str) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in pieces; each piece is valid until the next is asked for.
+        """Yield a tensor's bytes in pieces of equal size; each piece is valid until the next is asked for.
 
         Raises:
             CheckpointError: No such tensor, or the file has shrunk since it was opened.
         """
         entry = self.entry(name)
         piece = memoryview(bytearray(min(CHUNK_BYTES, entry.nbytes)))
-        with entry.file.open("rb", buffering=0) as stream:
+        with entry.file.open("rb") as stream:
             stream.seek(entry.offset)
             left = entry.nbytes
             while left:
                 got = stream.readinto(piece[:left])
-                if not got:
+                if got < min(len(piece), left):
                     raise CheckpointError(
-                        f"{entry.file} ended {left} bytes before the end of {name}\n"
+                        f"{entry.file} ended {left - got} bytes before the end of {name}\n"
                         "  It has changed since it was opened; nothing may write to a folder in use."
                     )
                 yield piece[:got]

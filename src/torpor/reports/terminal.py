@@ -1,0 +1,145 @@
+"""Results as tables for people, and progress of work that reads or writes a lot."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from torpor.checkpoints.families import DECLARED_FIELD, MTPLayerCount
+from torpor.checkpoints.verify import VerifyResult
+
+# Problems that the table spells out before it only counts.
+MAX_PROBLEMS = 20
+SHA256_SHOWN = 12
+# Output that goes to a file or a pipe has no width of its own; the longest names fit into this.
+PLAIN_WIDTH = 160
+PLAIN_PROGRESS_S = 10.0
+
+
+def print_verification(result: VerifyResult, console: Console | None = None) -> None:
+    """Print what a verification found.
+
+    Args:
+        result: Its result.
+        console: Where to; stdout where None.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    tensors = sum(tensor.source is not None for tensor in result.mtp)
+    table = Table(title=Text(f"{result.source} -> {result.export} ({result.family})"), title_justify="left")
+    table.add_column("part")
+    table.add_column("tensors", justify="right")
+    table.add_column("finding")
+    identical = len(result.mtp_names("identical"))
+    findings = [f"{identical} identical"]
+    findings += [
+        f"{len(names)} {s}" for s in ("differing", "missing", "unexpected") if (names := result.mtp_names(s))
+    ]
+    table.add_row("MTP layers", str(tensors), ", ".join(findings))
+    if result.copies:
+        stale = len(result.stale_copies)
+        table.add_row("copies of the trunk", str(len(result.copies)), f"{stale} stale")
+    findings = [f"{result.trunk_changed} changed"]
+    for word, names in _trunk_problems(result):
+        if names:
+            findings.append(f"{len(names)} {word}")
+    table.add_row("trunk", str(result.trunk_tensors), ", ".join(findings))
+    table.add_row("layers in the source", "", _describe(result.source_count))
+    table.add_row("layers in the export", "", _describe(result.export_count))
+    console.print(table)
+
+    problems = list(_problems(result))
+    if problems:
+        details = Table(title="what differs", title_justify="left")
+        details.add_column("tensor", overflow="fold")
+        details.add_column("problem")
+        details.add_column("source", overflow="fold")
+        details.add_column("export", overflow="fold")
+        for problem in problems[:MAX_PROBLEMS]:
+            details.add_row(*(Text(cell) for cell in problem))
+        console.print(details)
+        if len(problems) > MAX_PROBLEMS:
+            console.print(f"and {len(problems) - MAX_PROBLEMS} more; --json lists all")
+    if result.ok:
+        console.print(f"ok: all {tensors} MTP tensors are byte-identical to their source's", style="green")
+    else:
+        console.print("FAILED: do not ship this export", style="bold red")
+
+
+@contextmanager
+def byte_progress(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Show how far some reading or writing has come: a bar on a terminal, a line now and then elsewhere.
+
+    Args:
+        what: What is being done, such as "verifying".
+        console: Where to; stderr where None.
+
+    Yields:
+        A function to call with the bytes done and the bytes in all.
+    """
+    console = console or Console(stderr=True)
+    if console.is_terminal:
+        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+        with Progress("{task.description}", *columns, console=console, transient=True) as bar:
+            task = bar.add_task(what)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
+        return
+
+    start = last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= PLAIN_PROGRESS_S and done:
+            last = now
+            rate = done / (now - start)
+            console.print(
+                f"{what}: {done / 2**30:.1f} of {total / 2**30:.1f} GiB, {rate / 2**20:.0f} MiB/s,"
+                f" {(total - done) / rate:.0f} s left",
+                soft_wrap=True,
+            )
+
+    yield show
+
+
+def _trunk_problems(result: VerifyResult) -> list[tuple[str, tuple[str, ...]]]:
+    return [
+        ("missing", result.trunk_missing),
+        ("unexpected", result.trunk_unexpected),
+        ("of another dtype or shape", result.trunk_mismatched),
+    ]
+
+
+def _problems(result: VerifyResult) -> Iterator[tuple[str, str, str, str]]:
+    for tensor in result.mtp:
+        if tensor.state != "identical":
+            sides = []
+            for entry, sha256 in (
+                (tensor.source, tensor.source_sha256),
+                (tensor.export, tensor.export_sha256),
+            ):
+                hashed = (sha256 or "")[:SHA256_SHOWN]
+                sides.append(
+                    f"{entry.file.name} {entry.dtype} {list(entry.shape)} {hashed}" if entry else "-"
+                )
+            yield (tensor.name, tensor.state, *sides)
+    for name in result.stale_copies:
+        yield name, "is not the export's trunk tensor, as it was the source's", "", ""
+    for word, names in _trunk_problems(result):
+        for name in names:
+            yield name, f"trunk, {word}", "", ""
+    for where, count in (("source", result.source_count), ("export", result.export_count)):
+        if not count.agree:
+            yield f"{DECLARED_FIELD} of the {where}", "disagrees with its tensors", "", ""
+    if result.source_count.declared != result.export_count.declared:
+        declared = (str(result.source_count.declared), str(result.export_count.declared))
+        yield (DECLARED_FIELD, "config.json has changed", *declared)
+
+
+def _describe(count: MTPLayerCount) -> str:
+    return f"{count.declared} declared, {count.physical} exist, {count.written} complete"
