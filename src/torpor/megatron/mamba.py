@@ -213,13 +213,14 @@ class TorchMambaMixer(MegatronModule):
         num_groups = config.mamba_num_groups
         if pg_collection.cp.size() > 1:
             raise UnsupportedModelError(
-                f"context parallel size is {pg_collection.cp.size()}: Mamba layers in plain PyTorch need "
-                "a whole sequence on one rank\n  Use context parallel size 1, or install mamba-ssm on a CUDA machine."
+                f"context parallel size is {pg_collection.cp.size()}: the plain PyTorch mixer needs "
+                "a whole sequence on one rank\n"
+                "  Use context parallel size 1, or install mamba-ssm on a CUDA machine."
             )
         if num_heads % tp_size or num_groups % tp_size or num_heads % num_groups:
             raise ConfigError(
-                f"a Mamba layer has {num_heads} heads in {num_groups} groups; tensor parallel size is {tp_size}\n"
-                "  Each rank takes whole groups of equal size: choose a tensor parallel size that divides both."
+                f"a Mamba layer has {num_heads} heads, {num_groups} groups; tensor parallel size is {tp_size}\n"
+                "  Each rank takes whole groups of equal size: tensor parallelism must divide both."
             )
         self.layer_number = layer_number
         self.pp_layer_offset = pp_layer_offset
@@ -317,14 +318,15 @@ class TorchMambaMixer(MegatronModule):
         """
         if packed_seq_params is not None:
             raise UnsupportedModelError(
-                f"Mamba layer {self.layer_number}: packed sequences were passed, and the plain PyTorch mixer "
+                f"Mamba layer {self.layer_number}: packed sequences were passed; the plain PyTorch mixer "
                 "would carry the state of one sequence into the next\n"
                 "  Pass one sequence a row, or install mamba-ssm on a CUDA machine."
             )
         if inference_context is not None or inference_params is not None:
             raise UnsupportedModelError(
-                f"Mamba layer {self.layer_number}: an inference cache was passed, and the plain PyTorch mixer "
-                "keeps none\n  Run the whole sequence in one forward, or install mamba-ssm on a CUDA machine."
+                f"Mamba layer {self.layer_number}: an inference cache was passed; the PyTorch mixer "
+                "keeps none\n"
+                "  Run the whole sequence in one forward, or install mamba-ssm on a CUDA machine."
             )
         projected_SBE, _ = self.in_proj(hidden_states)
         projected_BSE = projected_SBE.transpose(0, 1)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torpor.errors import ConfigError
-from torpor.megatron.host import is_cpu_host, prepare_host
+from torpor.megatron.host import CPU, is_cpu_host, prepare_host
 
 _owns_process_group = False
 _rendezvous_folder: tempfile.TemporaryDirectory[str] | None = None
@@ -64,10 +64,62 @@ class Layout:
             raise ConfigError(
                 f"{world_size} ranks cannot be divided by tensor {self.tensor} x pipeline {self.pipeline} x "
                 f"expert {self.expert} = {expert_model}\n"
-                f"  Experts are divided over the {world_size // model} data parallel ranks: choose an expert parallel\n"
-                "  size that divides that number."
+                f"  Experts are divided over the {world_size // model} data parallel ranks:\n"
+                "  choose an expert parallel size that divides that number."
             )
         return world_size // model
+
+
+def start_processes(
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout_minutes: int = 30,
+) -> torch.device:
+    """Join the other ranks; where a process group exists already, only claim this rank's device.
+
+    The rank and the size of the world are the arguments, or what torchrun put into the environment, or else
+    this process is a world of its own.
+
+    Args:
+        init_method: Rendezvous as torch.distributed takes it, a `file://` address for instance.
+        rank: This process's rank, together with `world_size`.
+        world_size: Number of ranks, together with `rank`.
+        timeout_minutes: How long a collective may wait for a rank.
+
+    Returns:
+        The device that this rank works on.
+
+    Raises:
+        ConfigError: The environment is incomplete, or there is no device for this rank.
+    """
+    global _owns_process_group, _rendezvous_folder
+    prepare_host()
+    if dist.is_initialized():
+        return _claim_device(dist.get_world_size())
+    if (rank is None) != (world_size is None):
+        raise ConfigError(f"rank is {rank} and world_size is {world_size}: give both or neither")
+    if rank is None or world_size is None:
+        rank, world_size = _read_environment()
+    if init_method is None and world_size > 1 and "MASTER_ADDR" not in os.environ:
+        raise ConfigError(
+            f"{world_size} ranks and no place for them to meet: MASTER_ADDR is not set\n"
+            "  Start the ranks with torchrun, which sets MASTER_ADDR and MASTER_PORT, or give an init_method."
+        )
+    device = _claim_device(world_size)
+    if init_method is None and world_size == 1:
+        # A world of one needs no port: runs on one machine never meet.
+        _rendezvous_folder = tempfile.TemporaryDirectory(prefix="torpor-rendezvous-")
+        init_method = f"file://{Path(_rendezvous_folder.name) / 'store'}"
+    dist.init_process_group(
+        backend="gloo" if is_cpu_host() else "cpu:gloo,cuda:nccl",
+        init_method=init_method or "env://",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(minutes=timeout_minutes),
+    )
+    _owns_process_group = True
+    return device
 
 
 def initialize(
@@ -80,39 +132,33 @@ def initialize(
 ) -> torch.device:
     """Join the other ranks, build Megatron's process groups and seed every generator.
 
-    The rank and the size of the world are the arguments, or those of a process group that exists already, or
-    what torchrun put into the environment, or else this process is a world of its own.
-
     Args:
         layout: How the model is spread over the ranks.
         seed: Seed of all generators; ranks that must draw differently derive theirs from it.
-        init_method: Rendezvous as torch.distributed takes it, a `file://` address for instance.
-        rank: This process's rank, together with `world_size`.
-        world_size: Number of ranks, together with `rank`.
-        timeout_minutes: How long a collective may wait for a rank.
+        init_method: As for `start_processes`, which this calls.
+        rank: As for `start_processes`.
+        world_size: As for `start_processes`.
+        timeout_minutes: As for `start_processes`.
 
     Returns:
         The device that this rank works on.
 
     Raises:
-        ConfigError: The layout does not fit the world, the environment is incomplete, or there is no device
-            for this rank. Every rank of a world raises the same.
+        ConfigError: The layout does not fit the world, or `start_processes` cannot go on. Every rank of a
+            world raises the same.
     """
-    device = prepare_host()
+    joined_before = dist.is_initialized()
+    device = start_processes(init_method, rank, world_size, timeout_minutes)
     from megatron.core import parallel_state, tensor_parallel
 
-    if (rank is None) != (world_size is None):
-        raise ConfigError(f"rank is {rank} and world_size is {world_size}: give both or neither")
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-    elif rank is None or world_size is None:
-        rank, world_size = _read_environment()
-    layout.data(world_size)
     if parallel_state.model_parallel_is_initialized():
         raise ConfigError("the process groups of a layout exist already: call parallel.shutdown() first")
-    device = _claim_device(device, world_size)
-    _join(rank, world_size, init_method, timeout_minutes)
-
+    try:
+        layout.data(dist.get_world_size())
+    except ConfigError:
+        if not joined_before:
+            shutdown()
+        raise
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -128,7 +174,7 @@ def initialize(
     # the named states that Megatron keeps.
     stage_seed = seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
     random.seed(stage_seed)
-    numpy.random.seed(stage_seed)
+    numpy.random.seed(stage_seed % 2**32)
     torch.manual_seed(stage_seed)
     tensor_parallel.model_parallel_cuda_manual_seed(stage_seed)
     return device
@@ -195,40 +241,16 @@ def _read_environment() -> tuple[int, int]:
     return rank, size
 
 
-def _claim_device(device: torch.device, size: int) -> torch.device:
+def _claim_device(size: int) -> torch.device:
     """Return this rank's own device, and make it the current one where there are several."""
     if is_cpu_host():
-        return device
+        return CPU
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
     if local_size > torch.cuda.device_count():
         raise ConfigError(
             f"{local_size} ranks on this machine, and {torch.cuda.device_count()} CUDA devices\n"
-            "  Every rank needs a device of its own: start fewer ranks here, or make more devices visible."
+            "  Every rank needs a device of its own: start fewer ranks, or make more devices visible."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def _join(rank: int, size: int, init_method: str | None, timeout_minutes: int) -> None:
-    """Create the process group unless there is one."""
-    global _owns_process_group, _rendezvous_folder
-    if dist.is_initialized():
-        return
-    if init_method is None and size == 1:
-        # A world of one needs no port: two runs on one machine never meet.
-        _rendezvous_folder = tempfile.TemporaryDirectory(prefix="torpor-rendezvous-")
-        init_method = f"file://{Path(_rendezvous_folder.name) / 'store'}"
-    if init_method is None and "MASTER_ADDR" not in os.environ:
-        raise ConfigError(
-            f"{size} ranks and no place for them to meet: neither MASTER_ADDR nor an init_method is given\n"
-            "  Start the ranks with torchrun, which sets MASTER_ADDR and MASTER_PORT."
-        )
-    dist.init_process_group(
-        backend="gloo" if is_cpu_host() else "cpu:gloo,cuda:nccl",
-        init_method=init_method or "env://",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
-    )
-    _owns_process_group = True

@@ -1,0 +1,155 @@
+"""Runs a test function on several ranks: fresh Python processes, gloo, a rendezvous through a file.
+
+def check(scale):                       # top level of a test module; runs on every rank
+    return scale * torch.distributed.get_rank()
+
+def test_check():
+    assert run_ranks(check, 2, 10) == [0, 10]
+"""
+
+import faulthandler
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died or did not finish; the message holds what it printed and its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+    """Run `function(*args)` on every rank of a fresh world and return what each rank returned.
+
+    Each rank has prepared the host and joined the process group before the module of `function` is imported,
+    and runs one thread. When one rank fails, the others are killed.
+
+    Args:
+        function: A function at the top level of a module that the ranks can import.
+        world_size: Number of ranks.
+        args: Arguments, the same on each rank; they are pickled, and so is the result.
+        timeout: Seconds until all ranks are killed.
+
+    Returns:
+        The results, ordered by rank.
+
+    Raises:
+        RankFailedError: A rank failed, or the time ran out.
+    """
+    with tempfile.TemporaryDirectory(prefix="torpor-ranks-") as name:
+        folder = Path(name)
+        call = (list(sys.path), function.__module__, function.__qualname__, args)
+        (folder / "call.pickle").write_bytes(pickle.dumps(call))
+        ranks = [_start(folder, rank, world_size) for rank in range(world_size)]
+        try:
+            _wait(ranks, folder, time.monotonic() + timeout, timeout)
+        finally:
+            for rank in ranks:
+                if rank.poll() is None:
+                    rank.kill()
+                rank.wait()
+        return [pickle.loads((folder / f"result_{rank}.pickle").read_bytes()) for rank in range(world_size)]
+
+
+def _start(folder: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
+    """Start one rank, with what it prints going to a file."""
+    environment = os.environ | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    with (folder / f"output_{rank}.txt").open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, __file__, str(folder)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float) -> None:
+    """Return when every rank has finished well; raise as soon as one has not."""
+    while True:
+        codes = [rank.poll() for rank in ranks]
+        failed = [index for index, code in enumerate(codes) if code]
+        if failed:
+            time.sleep(
+                0.2
+            )  # the rank that fails first often takes others with it: let it write its traceback
+            causes = [index for index in failed if (folder / f"error_{index}.txt").exists()] or failed
+            first = min(causes, key=lambda index: _written(folder / f"error_{index}.txt"))
+            raise RankFailedError(
+                f"rank {first} of {len(ranks)} failed\n{_report(folder, first, codes[first])}"
+            )
+        if all(code == 0 for code in codes):
+            return
+        if time.monotonic() > deadline:
+            stuck = [index for index, code in enumerate(codes) if code is None]
+            for index in stuck:
+                ranks[index].send_signal(signal.SIGUSR1)  # has the rank print where it is
+            time.sleep(0.5)
+            reports = "\n".join(_report(folder, index, None) for index in stuck)
+            raise RankFailedError(f"ranks {stuck} of {len(ranks)} did not finish in {timeout} s\n{reports}")
+        time.sleep(0.02)
+
+
+def _written(path: Path) -> int:
+    """Return when a file was written, in nanoseconds, or the end of time for one that was not."""
+    return path.stat().st_mtime_ns if path.exists() else sys.maxsize
+
+
+def _report(folder: Path, rank: int, code: int | None) -> str:
+    """Return what a rank has left behind: its traceback, and the end of what it printed."""
+    error = folder / f"error_{rank}.txt"
+    parts = [error.read_text()] if error.exists() else [f"exit code {code}\n"]
+    output = (folder / f"output_{rank}.txt").read_text(errors="replace")[-6000:]
+    if output.strip():
+        parts.append(f"--- printed by rank {rank} ---\n{output}")
+    return "".join(parts)
+
+
+def _run_rank(folder: Path) -> None:
+    """Be one rank: join the others, call the function, leave the result."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        path, module, name, args = pickle.loads((folder / "call.pickle").read_bytes())
+        sys.path[:] = path
+
+        from importlib import import_module
+
+        import torch
+
+        from torpor.megatron import parallel
+
+        torch.set_num_threads(1)
+        parallel.start_processes(f"file://{folder / 'rendezvous'}", rank, world_size, timeout_minutes=5)
+        function = import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        result = pickle.dumps(function(*args))
+        parallel.shutdown()
+    except BaseException:
+        partial = folder / f"error_{rank}.partial"
+        partial.write_text(traceback.format_exc())
+        partial.rename(folder / f"error_{rank}.txt")
+        # Without waiting for a process group whose other ranks may be stuck in a collective.
+        os._exit(1)
+    (folder / f"result_{rank}.pickle").write_bytes(result)
+
+
+if __name__ == "__main__":
+    _run_rank(Path(sys.argv[1]))
