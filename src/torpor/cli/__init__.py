@@ -12,6 +12,8 @@ from typer.core import TyperGroup
 
 from torpor import __version__
 from torpor.cli.demo import demo
+from torpor.cli.distill import distill
+from torpor.cli.verify import verify
 from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
 
 EXIT_CHECK_FAILED = 1
@@ -89,3 +91,5 @@ def prepare(
 
 
 app.command()(demo)
+app.command()(distill)
+app.command()(verify)

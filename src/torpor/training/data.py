@@ -356,7 +356,6 @@ def write_token_cache(
 
 
 def _write_npy_header(file: Any, dtype: np.dtype, count: int) -> None:
-    np.lib.format.write_magic(file, (1, 0))
     np.lib.format.write_array_header_1_0(
         file, {"descr": dtype.str, "fortran_order": False, "shape": (count,)}
     )
@@ -419,6 +418,13 @@ class PackedWindows:
         """The S + 1 tokens of one window, int64."""
         start = window * self.sequence_length
         return self.tokens[start : start + self.sequence_length + 1].astype(np.int64)
+
+    def digest(self) -> str:
+        """SHA-256 of all tokens: two runs with equal digests and seeds see equal batches."""
+        digest = hashlib.sha256(self.tokens.dtype.str.encode())
+        for start in range(0, len(self.tokens), 2**24):
+            digest.update(self.tokens[start : start + 2**24].tobytes())
+        return digest.hexdigest()
 
     def training_window(self, sample: int) -> int:
         """The window that is trained on as number `sample`, counted from the start of the run."""

@@ -35,6 +35,9 @@ def build_schedule(optimizer: Any, settings: "OptimizationConfig", steps: int) -
             f"`warmup_steps` {settings.warmup_steps} leaves no step of the run's {steps}\n"
             "  Lower warmup_steps, or train longer."
         )
+    for group in optimizer.param_groups:
+        # A group's own values go before the scheduler's, and an OptimizerConfig leaves min_lr there as None.
+        group["max_lr"], group["min_lr"] = settings.lr, settings.min_lr
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,
