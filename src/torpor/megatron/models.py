@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from torpor.checkpoints.families import find_family
+from torpor.checkpoints.families import find_family, hybrid_mtp_pattern, hybrid_pattern
 from torpor.errors import ConfigError, UnsupportedModelError
 from torpor.megatron.capabilities import has_transformer_engine
 from torpor.megatron.host import prepare_host
@@ -55,6 +55,8 @@ def build_transformer_config(
     fields = architecture.translate(hf_config)
     _check_layout(hf_config, fields, layout)
 
+    num_mtp_layers = find_family(hf_config).declared_mtp_layers(hf_config) if mtp else 0
+
     prepare_host()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -62,7 +64,7 @@ def build_transformer_config(
         **fields,
         **_parallel_fields(layout, dtype),
         **_recompute_fields(recompute),
-        mtp_num_layers=(hf_config.get("num_nextn_predict_layers") or None) if mtp else None,
+        mtp_num_layers=num_mtp_layers or None,
         normalization="RMSNorm",
         add_bias_linear=False,
         init_method_std=hf_config.get("initializer_range", 0.02),
@@ -122,13 +124,11 @@ def hybrid_layer_pattern(hf_config: Config, pipeline: int = 1, mtp: bool = True)
     Returns:
         Main pattern with stage boundaries, then one part for each MTP layer.
     """
-    main = _layer_symbols(hf_config, "hybrid_override_pattern", "layers_block_type")
+    main = hybrid_pattern(hf_config)
     per_stage = len(main) // pipeline
     parts = ["|".join(main[i * per_stage : (i + 1) * per_stage] for i in range(pipeline))]
-    depths = hf_config.get("num_nextn_predict_layers") or 0
-    if mtp and depths:
-        inner = _layer_symbols(hf_config, "mtp_hybrid_override_pattern", "mtp_layers_block_type")
-        parts += [inner] * depths
+    if mtp:
+        parts += [hybrid_mtp_pattern(hf_config)] * find_family(hf_config).declared_mtp_layers(hf_config)
     return "/".join(parts)
 
 
@@ -145,7 +145,7 @@ class _Architecture:
 
 
 def _find_architecture(hf_config: Config) -> _Architecture:
-    name = find_family(dict(hf_config)).name
+    name = find_family(hf_config).name
     try:
         return _ARCHITECTURES[name]
     except KeyError:
@@ -225,7 +225,7 @@ def _translate_nemotron_h(hf_config: Config) -> dict[str, Any]:
     symbols = _all_layer_symbols(hf_config)
     heads = _integer(hf_config, "num_attention_heads", 32)
     fields: dict[str, Any] = {
-        "num_layers": len(_layer_symbols(hf_config, "hybrid_override_pattern", "layers_block_type")),
+        "num_layers": len(hybrid_pattern(hf_config)),
         "hidden_size": _integer(hf_config, "hidden_size", 4096),
         "ffn_hidden_size": _integer(hf_config, "intermediate_size", 21504),
         "num_attention_heads": heads,
@@ -346,32 +346,6 @@ _ARCHITECTURES = {
 
 
 # --- fields of the config -------------------------------------------------------------------------------
-
-_SYMBOL_OF_WORD = {
-    "linear_attention": "M",
-    "mamba": "M",
-    "full_attention": "*",
-    "attention": "*",
-    "moe": "E",
-    "mlp": "-",
-}
-
-
-def _layer_symbols(hf_config: Config, pattern_field: str, list_field: str) -> str:
-    pattern, words = hf_config.get(pattern_field), hf_config.get(list_field)
-    if pattern is None and words is None:
-        raise UnsupportedModelError(
-            f"config.json has neither {pattern_field} nor {list_field}; one is needed"
-        )
-    if pattern is None:
-        unknown = [word for word in words if word not in _SYMBOL_OF_WORD]
-        if unknown:
-            _refuse(list_field, unknown[0], f"a list of {', '.join(_SYMBOL_OF_WORD)}")
-        return "".join(_SYMBOL_OF_WORD[word] for word in words)
-    unknown = sorted(set(pattern) - set(_SYMBOL_OF_WORD.values()))
-    if unknown or not pattern:
-        _refuse(pattern_field, pattern, "letters M (Mamba), * (attention), - (MLP) and E (experts)")
-    return pattern
 
 
 def _all_layer_symbols(hf_config: Config) -> str:

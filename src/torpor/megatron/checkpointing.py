@@ -1,0 +1,441 @@
+"""Training checkpoints: Megatron's `torch_dist` format, written aside, fsynced and renamed.
+
+DIRECTORY/
+    latest                      name of the newest whole checkpoint, replaced atomically
+    step_00000100/              whole, because a rename put it there
+        torpor.json             step, samples, schedule, layout, fingerprint
+        metadata.json, .metadata, *.distcp   weights, optimizer, random states
+    step_00000200.partial/      being written, or left by a kill; removed by the next save
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+from torpor.errors import CheckpointError, ConfigError
+from torpor.megatron.weights import SHARDING_METADATA
+
+if TYPE_CHECKING:
+    from megatron.core.optimizer import MegatronOptimizer
+    from megatron.core.transformer.module import MegatronModule
+
+_STATE_FILE, _LATEST_FILE, _PARTIAL = "torpor.json", "latest", ".partial"
+_OPTIMIZER_METADATA = {
+    # Model-shaped optimizer tensors, gathered over the data-parallel ranks: the only format of Megatron's
+    # distributed optimizer whose files do not depend on how it cut its buffers.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Without it the keys of a plain optimizer depend on whether a rank holds experts.
+    "chained_optim_avoid_prefix": True,
+}
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a checkpoint says about the run that wrote it.
+
+    Attributes:
+        step: Optimizer steps done.
+        consumed_samples: Sequences drawn from the training data.
+        scheduler_state: State of the learning-rate schedule, as given to `save_checkpoint`.
+        extra: Whatever else the caller stored; JSON values.
+        fingerprint: The settings that a resumed run has to share.
+        layout: Sizes `tensor`, `pipeline`, `expert`, `data` of the writing run.
+        optimizer: "plain", "distributed" or None where no optimizer was saved.
+    """
+
+    step: int
+    consumed_samples: int
+    scheduler_state: dict[str, Any]
+    extra: dict[str, Any]
+    fingerprint: dict[str, Any]
+    layout: dict[str, int] = field(default_factory=dict)
+    optimizer: str | None = None
+
+
+def save_checkpoint(
+    directory: Path,
+    step: int,
+    chunks: Sequence[MegatronModule],
+    optimizer: MegatronOptimizer | None = None,
+    *,
+    consumed_samples: int = 0,
+    scheduler_state: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Save weights, optimizer, schedule and random states as the newest checkpoint of a directory.
+
+    Every rank calls it. Until the last rename the checkpoint before this one stays the latest, whole.
+
+    Args:
+        directory: Holds the checkpoints of one run; it is made if it does not exist.
+        step: Optimizer steps done; names the checkpoint.
+        chunks: This rank's chunks, bare or wrapped in DDP. Frozen parameters are saved as all others.
+        optimizer: Megatron's optimizer; None saves the weights alone.
+        consumed_samples: Sequences drawn from the training data.
+        scheduler_state: State of the learning-rate schedule; JSON values.
+        extra: Anything else to give back at loading; JSON values.
+        fingerprint: Settings that a resumed run has to share; JSON values.
+        keep: How many checkpoints to leave in the directory, the new one included.
+
+    Returns:
+        Folder of the new checkpoint.
+
+    Raises:
+        CheckpointError: The directory already has a latest checkpoint of this step or a later one.
+    """
+    from megatron.core import dist_checkpointing
+
+    if keep < 1:
+        raise ConfigError(
+            f"keep is {keep}; at least the newest checkpoint has to be kept, so it must be 1 or more"
+        )
+    directory = Path(directory)
+    final = directory / f"step_{step:08d}"
+    partial = final.with_name(final.name + _PARTIAL)
+    latest = find_latest(directory)
+    if latest is not None and latest.name >= final.name:
+        raise CheckpointError(
+            f"{directory} already has {latest.name}, so step {step} cannot be saved after it; "
+            "resume from it or save into another directory"
+        )
+    state = TrainingState(
+        step,
+        consumed_samples,
+        dict(scheduler_state or {}),
+        dict(extra or {}),
+        dict(fingerprint or {}),
+        _current_layout(),
+        _optimizer_kind(optimizer),
+    )
+    if _rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        # What an earlier kill left: unfinished saves, and a finished one that `latest` never came to name.
+        for leftover in (*directory.glob(f"*{_PARTIAL}"), final):
+            _remove(leftover)
+        partial.mkdir()
+        (partial / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n")
+    _barrier()
+
+    dist_checkpointing.save(
+        _sharded_state(chunks, optimizer, is_loading=False),
+        str(partial),
+        _synchronous_strategy(),
+        content_metadata={"torpor": 1},
+    )
+    _barrier()
+    if _rank() == 0:
+        for file in partial.iterdir():
+            _fsync(file)
+        _fsync(partial)
+        partial.rename(final)
+        _fsync(directory)
+        _point_to(directory, final.name)
+        _prune(directory, keep)
+    _barrier()
+    return final
+
+
+def find_latest(directory: Path) -> Path | None:
+    """Return the newest whole checkpoint of a directory, None if it has none.
+
+    Raises:
+        CheckpointError: `latest` names a checkpoint that is not there or not whole.
+    """
+    pointer = Path(directory) / _LATEST_FILE
+    try:
+        name = pointer.read_text().strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    checkpoint = pointer.with_name(name)
+    missing = [
+        file for file in (_STATE_FILE, ".metadata", "metadata.json") if not (checkpoint / file).is_file()
+    ]
+    if Path(name).name != name or missing:
+        raise CheckpointError(
+            f"{pointer} names {name!r}, which lacks {', '.join(missing) or 'a plain name'}\n"
+            "  Put that checkpoint back, or write the name of a whole one into the file."
+        )
+    return checkpoint
+
+
+def read_training_state(checkpoint: Path) -> TrainingState:
+    """Read what a checkpoint says about its run, without touching its tensors.
+
+    Raises:
+        CheckpointError: The folder has no readable `torpor.json`.
+    """
+    path = Path(checkpoint) / _STATE_FILE
+    try:
+        return TrainingState(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is not readable as the state of a training checkpoint: {error}"
+        ) from error
+
+
+def load_checkpoint(
+    checkpoint: Path,
+    chunks: Sequence[MegatronModule],
+    optimizer: MegatronOptimizer | None = None,
+    *,
+    fingerprint: Mapping[str, Any] | None = None,
+) -> TrainingState:
+    """Load a checkpoint: with an optimizer to continue the run, without one for its weights at any layout.
+
+    Every rank calls it. With an optimizer the random states are restored too, and what follows is bit for bit
+    what would have followed without the interruption.
+
+    Args:
+        checkpoint: Folder of one checkpoint, for instance `find_latest(directory)`.
+        chunks: This rank's chunks, bare or wrapped in DDP.
+        optimizer: Megatron's optimizer of the resumed run; None loads weights alone.
+        fingerprint: Settings of this run, compared with those of the run that wrote the checkpoint.
+
+    Returns:
+        The state that was saved with it.
+
+    Raises:
+        ConfigError: A setting in `fingerprint` differs from the saved one.
+        CheckpointError: The checkpoint has other tensors than the model, or an optimizer is given and the
+            checkpoint was written at another layout or by another kind of optimizer.
+    """
+    from megatron.core import dist_checkpointing
+
+    state = read_training_state(checkpoint)
+    if fingerprint is not None:
+        _check_fingerprint(checkpoint, state.fingerprint, fingerprint)
+    if optimizer is not None:
+        _check_resumable(checkpoint, state, optimizer)
+    sharded = _sharded_state(chunks, optimizer, is_loading=True)
+    _check_tensors(checkpoint, sharded)
+    loaded = dist_checkpointing.load(sharded, str(checkpoint))
+    for index, chunk in enumerate(chunks):
+        _unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
+    if optimizer is not None:
+        optimizer.load_state_dict(loaded["optimizer"])
+        _set_random_state(loaded["random_state"])
+    return state
+
+
+# --- what is saved --------------------------------------------------------------------------------------
+
+
+def _sharded_state(
+    chunks: Sequence[MegatronModule], optimizer: MegatronOptimizer | None, *, is_loading: bool
+) -> dict[str, Any]:
+    metadata = {**SHARDING_METADATA, **_OPTIMIZER_METADATA}
+    models = {
+        f"model{index}": _unwrap(chunk).sharded_state_dict(metadata=dict(metadata))
+        for index, chunk in enumerate(chunks)
+    }
+    sharded: dict[str, Any] = dict(models)
+    if optimizer is not None:
+        # The optimizer looks its parameters up in one flat dictionary of a single chunk.
+        model = models["model0"] if len(models) == 1 else models
+        sharded["optimizer"] = optimizer.sharded_state_dict(model, is_loading, metadata=dict(metadata))
+    if optimizer is not None or not is_loading:
+        sharded["random_state"] = _sharded_random_state()
+    return sharded
+
+
+def _synchronous_strategy() -> Any:
+    """Return Megatron's save strategy with PyTorch's own writer in place of the asynchronous one.
+
+    Megatron's writer starts a manager process for every save, which imports the caller's `__main__` anew
+    (megatron/core/dist_checkpointing/strategies/filesystem_async.py); the files are the same.
+    """
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from torch.distributed import checkpoint
+
+    class SynchronousStrategy(torch_dist.TorchDistSaveShardedStrategy):
+        def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: Path) -> None:
+            by_key, *_ = torch_dist._replace_state_dict_keys_with_sharded_keys(
+                sharded_state_dict, self.keep_only_main_replica
+            )
+            checkpoint.save(
+                torch_dist.mcore_to_pyt_state_dict(by_key),
+                storage_writer=checkpoint.FileSystemWriter(checkpoint_dir, sync_files=True),
+                planner=torch_dist.MCoreSavePlanner(
+                    dedup_replicated_tensors=False, flatten_state_dict=False, flatten_sharded_tensors=False
+                ),
+            )
+
+    return SynchronousStrategy()
+
+
+def _unwrap(chunk: torch.nn.Module) -> MegatronModule:
+    from megatron.core.distributed import DistributedDataParallel
+
+    return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
+
+
+def _sharded_random_state() -> Any:
+    from megatron.core import tensor_parallel
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state()
+    state = {
+        "python": random.getstate(),
+        # As plain values and tensors, which loading accepts without unpickling foreign classes.
+        "numpy": (kind, torch.from_numpy(keys.astype(numpy.int64)), position, has_gauss, gauss),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "tracker": dict(tensor_parallel.get_cuda_rng_tracker().get_states()),
+    }
+    world = torch.distributed.get_world_size()
+    return ShardedObject("random_state", state, (world,), (_rank(),), replica_id=0)
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    from megatron.core import tensor_parallel
+
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None:
+        torch.cuda.set_rng_state(state["cuda"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(state["tracker"])
+
+
+# --- whether it fits ------------------------------------------------------------------------------------
+
+
+def _current_layout() -> dict[str, int]:
+    from megatron.core import parallel_state
+
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "data": parallel_state.get_data_parallel_world_size(),
+    }
+
+
+def _optimizer_kind(optimizer: MegatronOptimizer | None) -> str | None:
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    if optimizer is None:
+        return None
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return "distributed" if any(isinstance(part, DistributedOptimizer) for part in parts) else "plain"
+
+
+def _check_fingerprint(checkpoint: Path, saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    # Through JSON, as the saved one went: tuples become lists.
+    wanted = json.loads(json.dumps(dict(wanted)))
+    differing = [key for key in sorted({*saved, *wanted}) if saved.get(key) != wanted.get(key)]
+    if differing:
+        lines = "".join(f"\n  {key}: {saved.get(key)!r} there, {wanted.get(key)!r} here" for key in differing)
+        raise ConfigError(
+            f"{checkpoint} was written with other settings{lines}\n"
+            "  Use the same settings, or another output folder for a new run."
+        )
+
+
+def _check_resumable(checkpoint: Path, state: TrainingState, optimizer: MegatronOptimizer) -> None:
+    kind, layout = _optimizer_kind(optimizer), _current_layout()
+    if state.optimizer != kind:
+        raise CheckpointError(
+            f"{checkpoint} holds the state of {state.optimizer or 'no'} optimizer; this run's is {kind}\n"
+            "  Use the same kind, or load the weights alone."
+        )
+    differing = [axis for axis in layout if state.layout.get(axis) != layout[axis]]
+    if differing:
+        sizes = ", ".join(
+            f"{axis} {state.layout.get(axis)} there and {layout[axis]} here" for axis in differing
+        )
+        raise CheckpointError(
+            f"{checkpoint} was written at another parallel layout: {sizes}; "
+            "resume at the same layout, or load the weights alone"
+        )
+
+
+def _check_tensors(checkpoint: Path, sharded: dict[str, Any]) -> None:
+    """Compare names and shapes with the checkpoint's, so that nothing is dropped and nothing stays unset."""
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    stored = load_tensors_metadata(str(checkpoint))
+    wanted: dict[str, tuple[int, ...]] = {}
+    for item in nested_values(sharded):
+        built = item.build() if isinstance(item, ShardedTensorFactory) else item
+        parts = nested_values({"parts": built}) if isinstance(built, (dict, list)) else [built]
+        wanted |= {part.key: part.global_shape for part in parts if isinstance(part, ShardedTensor)}
+    for name, shape in sorted(wanted.items()):
+        if name not in stored:
+            raise CheckpointError(f"{checkpoint} has no {name}, which this model or its optimizer needs")
+        if tuple(stored[name].global_shape) != tuple(shape):
+            raise CheckpointError(
+                f"{name} has shape {tuple(stored[name].global_shape)} in {checkpoint} and {tuple(shape)} here"
+            )
+    has_optimizer = "optimizer" in sharded
+    everyone: list[set[str]] = [set(wanted)] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, set(wanted))
+    unclaimed = sorted(
+        name
+        for name in set(stored).difference(*everyone)
+        if has_optimizer or not name.startswith("optimizer.")
+    )
+    if unclaimed:
+        raise CheckpointError(
+            f"{checkpoint} holds {unclaimed[0]} and {len(unclaimed) - 1} more that nothing here takes\n"
+            "  Build the model as the run that wrote it did."
+        )
+
+
+# --- files ----------------------------------------------------------------------------------------------
+
+
+def _point_to(directory: Path, name: str) -> None:
+    pointer = directory / _LATEST_FILE
+    aside = pointer.with_name(pointer.name + _PARTIAL)
+    aside.write_text(name + "\n")
+    _fsync(aside)
+    aside.replace(pointer)
+    _fsync(directory)
+
+
+def _prune(directory: Path, keep: int) -> None:
+    whole = sorted(path for path in directory.glob("step_*") if not path.name.endswith(_PARTIAL))
+    for path in whole[:-keep]:
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file or folder; a folder that looks whole stops doing so before its first file goes."""
+    if path.is_file():
+        path.unlink()
+    elif path.is_dir():
+        if not path.name.endswith(_PARTIAL):
+            path = path.rename(path.with_name(path.name + _PARTIAL))
+        shutil.rmtree(path)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def _barrier() -> None:
+    torch.distributed.barrier()
