@@ -61,8 +61,11 @@ def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
     """
     if optimizer is None:
         return
-    for inner in getattr(optimizer, "chained_optimizers", ()):
-        yield from _optimizer_tensors(inner)
+    if hasattr(optimizer, "chained_optimizers"):
+        # A chain of several refuses `.optimizer`, and has no parameters of its own.
+        for inner in optimizer.chained_optimizers:
+            yield from _optimizer_tensors(inner)
+        return
     if not isinstance(optimizer, torch.optim.Optimizer):
         yield from _optimizer_tensors(getattr(optimizer, "optimizer", None))
     else:
