@@ -125,7 +125,6 @@ def save_checkpoint(
         for leftover in (*directory.glob(f"*{_PARTIAL}"), final):
             _remove(leftover)
         partial.mkdir()
-        (partial / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n")
     _barrier()
 
     dist_checkpointing.save(
@@ -136,6 +135,7 @@ def save_checkpoint(
     )
     _barrier()
     if _rank() == 0:
+        (partial / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n")
         for file in partial.iterdir():
             _fsync(file)
         _fsync(partial)
@@ -244,10 +244,86 @@ def _sharded_state(
     if optimizer is not None:
         # The optimizer looks its parameters up in one flat dictionary of a single chunk.
         model = models["model0"] if len(models) == 1 else models
-        sharded["optimizer"] = optimizer.sharded_state_dict(model, is_loading, metadata=dict(metadata))
+        sharded["optimizer"] = _sharded_optimizer(optimizer, model, metadata, is_loading=is_loading)
     if optimizer is not None or not is_loading:
         sharded["random_state"] = _sharded_random_state()
     return sharded
+
+
+def _sharded_optimizer(
+    optimizer: MegatronOptimizer, model: dict[str, Any], metadata: dict[str, Any], *, is_loading: bool
+) -> Any:
+    """Do what the optimizer's `sharded_state_dict` does, also where BF16 and FP32 parameters mix."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if len(parts) > 1:
+        optimizer._synchronize_steps()
+    for part in parts:
+        if isinstance(part, DistributedOptimizer):
+            _mend_group_order(part)
+    sharded = [
+        _sharded_mixed_optimizer(part, model, is_loading=is_loading)
+        if isinstance(part, Float16OptimizerWithFloat16Params)
+        else part.sharded_state_dict(model, is_loading, metadata=dict(metadata))
+        for part in parts
+    ]
+    return sharded[0] if len(sharded) == 1 else dict(enumerate(sharded))
+
+
+def _mend_group_order(part: Any) -> None:
+    """Set right where a distributed optimizer looks for each parameter's state.
+
+    It puts the FP32 parameters of a group before the BF16 ones and remembers the order before that
+    (megatron/core/optimizer/distrib_optimizer.py, `_build_optimizer_group_ranges`), so that the states of
+    Mamba's FP32 A_log and D would be taken for those of others.
+    """
+    for index, (fp32, bf16) in enumerate(zip(part.model_fp32_groups, part.model_float16_groups, strict=True)):
+        for order, parameter in enumerate((*fp32, *bf16)):
+            part.model_param_group_index_map[parameter] = (index, order)
+
+
+def _sharded_mixed_optimizer(part: Any, model: dict[str, Any], *, is_loading: bool) -> dict[str, Any]:
+    """Build the sharded state of a BF16 optimizer some of whose parameters are FP32.
+
+    Megatron's own (megatron/core/optimizer/optimizer.py, Float16OptimizerWithFloat16Params) numbers the BF16
+    parameters alone and so takes the state of Mamba's FP32 A_log and D for that of others.
+    """
+    from megatron.core.dist_checkpointing.optimizer import (
+        get_param_id_to_sharded_param_map,
+        make_sharded_optimizer_tensor,
+        optim_state_to_sharding_state,
+    )
+
+    if is_loading:
+        part.init_state_fn(part.optimizer, part.config)
+    state = part.state_dict()
+    model_parameter = {
+        id(main): parameter
+        for mains, parameters in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True)
+        for main, parameter in zip(mains, parameters, strict=True)
+    }
+    # The order in which PyTorch numbers them in a state dict.
+    optimized = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+    number = {id(parameter): index for index, parameter in enumerate(optimized)}
+    sharded_parameter = get_param_id_to_sharded_param_map(
+        model, [model_parameter.get(id(parameter), parameter) for parameter in optimized]
+    )
+    state["fp32_from_fp16_params"] = [
+        [
+            make_sharded_optimizer_tensor(
+                sharded_parameter[number[id(main)]], main, prefix="optimizer.state.fp32_param"
+            )
+            for main in mains
+        ]
+        for mains in part.fp32_from_float16_groups
+    ]
+    step = part._extract_common_per_param_step(state["optimizer"])
+    optim_state_to_sharding_state(state["optimizer"], sharded_parameter, exclude_keys="step")
+    if step:
+        state["optimizer"]["state"]["common_step"] = step
+    return state
 
 
 def _synchronous_strategy() -> Any:
