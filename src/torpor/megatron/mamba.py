@@ -219,7 +219,7 @@ class TorchMambaMixer(MegatronModule):
             )
         if num_heads % tp_size or num_groups % tp_size or num_heads % num_groups:
             raise ConfigError(
-                f"a Mamba layer has {num_heads} heads, {num_groups} groups; tensor parallel size is {tp_size}\n"
+                f"a Mamba layer has {num_heads} heads, {num_groups} groups; tensor parallel size {tp_size}\n"
                 "  Each rank takes whole groups of equal size: tensor parallelism must divide both."
             )
         self.layer_number = layer_number

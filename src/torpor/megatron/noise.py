@@ -1,44 +1,38 @@
-"""Keeps Megatron-Core's notices that no user can act on off the screen."""
+"""Keeps the notices of the libraries below Torpor off the screen, unless they are asked for.
+
+Megatron-Core, Model-Optimizer and PyTorch's collectives warn about how they are called: deprecated modules,
+fallbacks for kernels that are not installed, defaults that were filled in. The calls are Torpor's, so whoever
+runs Torpor cannot act on them. Their errors are shown, and so is everything of Torpor's own.
+`TORPOR_UPSTREAM_NOTICES=1` shows all.
+"""
 
 import logging
-import re
+import os
 import warnings
 from typing import Final
 
-# (message pattern, module that warns). Each names a fallback that Torpor chose on purpose, or an upstream
-# call site that a user of Torpor does not write. Anything not listed here is shown.
-_WARNINGS: Final = (
-    # megatron/core/models/backends.py, models/gpt/gpt_layer_specs.py, transformer/transformer_block.py
-    (r"Apex is not installed", r"megatron\.core\."),
-    # megatron/core/optimizer/{__init__,optimizer,clip_grads}.py, distributed/fsdp/src/megatron_fsdp/*.py
-    (r"Transformer Engine and Apex are not installed", r"megatron\.core\."),
+_WARNING_MODULES: Final = (
+    r"megatron\.",
+    r"modelopt\.",
+    r"torch\.distributed\.",  # Megatron-Core calls collectives by names that newer PyTorch has renamed
 )
-
-# (logger, message pattern).
-_LOG_RECORDS: Final = (
-    # megatron/core imports torch's extension builder, which looks for a CUDA toolkit.
-    ("torch.utils.cpp_extension", r"No CUDA runtime is found"),
+_LOGGERS: Final = (
+    "megatron",
+    "modelopt",
+    "torch.utils.cpp_extension",  # looks for a CUDA toolkit when Megatron-Core imports it
 )
-
-
-class _DropMatching(logging.Filter):
-    """A logging filter that drops the records whose message matches one of its patterns."""
-
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        super().__init__()
-        self.patterns = tuple(re.compile(pattern) for pattern in patterns)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether the record is to be shown."""
-        message = record.getMessage()
-        return not any(pattern.search(message) for pattern in self.patterns)
 
 
 def silence_upstream_notices() -> None:
-    """Hide the listed notices of Megatron-Core and PyTorch; calling it again changes nothing."""
-    for message, module in _WARNINGS:
-        warnings.filterwarnings("ignore", message=message, module=module)
-    for name in {name for name, _ in _LOG_RECORDS}:
+    """Hide warnings from the modules above, and log records below ERROR; calling it again changes nothing.
+
+    A logger whose level the application has set keeps it.
+    """
+    if os.environ.get("TORPOR_UPSTREAM_NOTICES") == "1":
+        return
+    for module in _WARNING_MODULES:
+        warnings.filterwarnings("ignore", module=module)
+    for name in _LOGGERS:
         logger = logging.getLogger(name)
-        if not any(isinstance(existing, _DropMatching) for existing in logger.filters):
-            logger.addFilter(_DropMatching(tuple(text for owner, text in _LOG_RECORDS if owner == name)))
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.ERROR)

@@ -1,0 +1,141 @@
+"""AdamW with the step in the group: PyTorch's arithmetic, and only the book-keeping is different."""
+
+import copy
+
+import pytest
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import MegatronModule
+
+from torpor.errors import ConfigError
+from torpor.megatron.optimizer import GroupStepAdamW, build_optimizer
+
+SETTINGS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
+
+
+def make_parameters() -> list[torch.nn.Parameter]:
+    g = torch.Generator().manual_seed(7)
+    return [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in ((3, 4), (5,), (2, 2, 2))]
+
+
+def run_steps(optimizer, parameters, steps: range) -> None:
+    for step in steps:
+        g = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=g)
+        if step == 1:
+            parameters[1].grad = None  # a parameter without a gradient is left alone
+        optimizer.step()
+
+
+def test_equals_torch_adamw_bit_for_bit() -> None:
+    ours, theirs = make_parameters(), make_parameters()
+    every_step = range(2, 12)
+    run_steps(GroupStepAdamW(ours, **SETTINGS), ours, every_step)
+    run_steps(torch.optim.AdamW(theirs, foreach=False, **SETTINGS), theirs, every_step)
+    for a, b, start in zip(ours, theirs, make_parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert not torch.equal(a, start)
+
+
+def test_a_parameter_without_gradient_has_no_state() -> None:
+    parameters = make_parameters()
+    optimizer = GroupStepAdamW(parameters, **SETTINGS)
+    run_steps(optimizer, parameters, range(1, 2))
+    assert parameters[1] not in optimizer.state
+    assert torch.equal(parameters[1], make_parameters()[1])
+
+
+def test_state_is_shaped_like_fused_adams_and_resumes_bit_for_bit() -> None:
+    straight, resumed = make_parameters(), make_parameters()
+    run_steps(GroupStepAdamW(straight, **SETTINGS), straight, range(2, 8))
+
+    first = GroupStepAdamW(resumed, **SETTINGS)
+    run_steps(first, resumed, range(2, 5))
+    saved = copy.deepcopy(first.state_dict())
+    assert saved["param_groups"][0]["step"] == 3
+    assert all(set(state) == {"exp_avg", "exp_avg_sq"} for state in saved["state"].values())
+    second = GroupStepAdamW(resumed, **SETTINGS)
+    second.load_state_dict(saved)
+    run_steps(second, resumed, range(5, 8))
+    assert all(torch.equal(a, b) for a, b in zip(straight, resumed, strict=True))
+
+
+def test_an_empty_group_counts_no_steps() -> None:
+    parameters = make_parameters()
+    optimizer = GroupStepAdamW([{"params": parameters}, {"params": []}], **SETTINGS)
+    run_steps(optimizer, parameters, range(2, 4))
+    assert [group.get("step") for group in optimizer.param_groups] == [2, None]
+
+
+def test_refuses_what_it_does_not_do() -> None:
+    with pytest.raises(ConfigError, match="decoupled_weight_decay"):
+        GroupStepAdamW(make_parameters(), adam_w_mode=False)
+    with pytest.raises(ConfigError, match="optimizer_cuda_graph"):
+        GroupStepAdamW(make_parameters(), capturable=True)
+    with pytest.raises(ConfigError, match="closure"):
+        GroupStepAdamW(make_parameters()).step(lambda: 0.0)
+
+
+class Chunk(MegatronModule):
+    """A matrix that trains, one that is frozen, and a norm."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.weight = torch.nn.Parameter(torch.ones(4, 4, dtype=config.params_dtype))
+        self.frozen = torch.nn.Parameter(torch.ones(4, 4, dtype=config.params_dtype), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.ones(4, dtype=config.params_dtype))
+
+    def forward(self, x):
+        return (x @ self.weight @ self.frozen * self.norm).sum() * 0  # only decay moves anything
+
+
+@pytest.mark.usefixtures("megatron_rank")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("distributed", [False, True])
+class TestBuildOptimizer:
+    def build(self, dtype, distributed):
+        config = TransformerConfig(
+            num_layers=1,
+            hidden_size=4,
+            num_attention_heads=1,
+            params_dtype=dtype,
+            bf16=dtype is torch.bfloat16,
+        )
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+        chunk = DistributedDataParallel(config, ddp, Chunk(config))
+        settings = {"clip_grad": 1.0, "distributed": distributed, "dtype": dtype}
+        return chunk, build_optimizer([chunk], **SETTINGS, **settings)
+
+    def test_matrices_decay_norms_do_not_and_what_is_frozen_is_left_out(self, dtype, distributed) -> None:
+        chunk, optimizer = self.build(dtype, distributed)
+        chunk(torch.ones(1, 4, dtype=dtype)).backward()
+        finalize_model_grads([chunk])
+        done, norm, _ = optimizer.step()
+        assert done
+        assert norm == 0.0
+        module = chunk.module
+        torch.testing.assert_close(
+            module.weight.float(), torch.full((4, 4), 1 - 3e-2 * 0.1), rtol=0, atol=2e-3
+        )
+        assert (module.weight < 1).all()
+        assert torch.equal(module.norm, torch.ones(4, dtype=dtype))
+        assert torch.equal(module.frozen, torch.ones(4, 4, dtype=dtype))
+
+        inner = [part.optimizer for part in optimizer.chained_optimizers]
+        assert all(isinstance(part, GroupStepAdamW) for part in inner)
+        elements = sum(state["exp_avg"].numel() for part in inner for state in part.state.values())
+        assert elements == 4 * 4 + 4
+        assert all(state["exp_avg"].dtype == torch.float32 for part in inner for state in part.state.values())
+
+    def test_refuses_a_wrapper_built_for_the_other_kind(self, dtype, distributed) -> None:
+        chunk, _ = self.build(dtype, distributed)
+        with pytest.raises(ConfigError, match="use_distributed_optimizer"):
+            build_optimizer([chunk], **SETTINGS, clip_grad=1.0, distributed=not distributed, dtype=dtype)
+
+    def test_refuses_other_dtypes(self, dtype, distributed) -> None:
+        chunk, _ = self.build(dtype, distributed)
+        with pytest.raises(ConfigError, match="float16"):
+            build_optimizer([chunk], **SETTINGS, clip_grad=1.0, distributed=distributed, dtype=torch.float16)
