@@ -66,10 +66,10 @@ def build(kind: Kind, *, mtp: bool = True, seed: int = 1, **overrides: Any) -> t
     )
 
 
-def build_pair(kind: Kind, **overrides: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
+def build_pair(kind: Kind, *, seed: int = 1, **overrides: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
     """Build a model with MTP and one built without it that has the same trunk weights."""
-    with_mtp = build(kind, mtp=True, **overrides)
-    without = build(kind, mtp=False, seed=2, **overrides)
+    with_mtp = build(kind, mtp=True, seed=seed, **overrides)
+    without = build(kind, mtp=False, seed=seed + 100, **overrides)
     trunk = {n: t for n, t in with_mtp.state_dict().items() if n in without.state_dict()}
     if "output_layer.weight" in trunk and kind.tied:
         # What a tied last stage projects with is its copy of the embedding.

@@ -45,7 +45,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """
     with tempfile.TemporaryDirectory(prefix="torpor-ranks-") as name:
         folder = Path(name)
-        call = (list(sys.path), function.__module__, function.__qualname__, args)
+        # The arguments apart: their classes can be found once the path is set.
+        call = (list(sys.path), function.__module__, function.__qualname__, pickle.dumps(args))
         (folder / "call.pickle").write_bytes(pickle.dumps(call))
         ranks = [_start(folder, rank, world_size) for rank in range(world_size)]
         try:
@@ -140,7 +141,7 @@ def _run_rank(folder: Path) -> None:
         function = import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
-        result = pickle.dumps(function(*args))
+        result = pickle.dumps(function(*pickle.loads(args)))
         parallel.shutdown()
     except BaseException:
         partial = folder / f"error_{rank}.partial"

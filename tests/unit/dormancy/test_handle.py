@@ -27,7 +27,7 @@ from torpor import (
     freeze_mtp,
 )
 
-pytestmark = pytest.mark.usefixtures("single_rank")
+pytestmark = pytest.mark.usefixtures("megatron_rank")
 
 
 def mtp_tensors(model):
@@ -87,6 +87,7 @@ def test_megatrons_ddp_and_optimizers_hold_nothing_of_mtp(distributed):
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
+
     from torpor.megatron.optimizer import build_optimizer
 
     model = build(HYBRID_MOE)
@@ -213,6 +214,7 @@ class TestTheProofFails:
     def test_membership_in_a_megatron_optimizer(self, distributed):
         """A model that was frozen after its optimizer was built is found out by the next check."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
         from torpor.megatron.optimizer import build_optimizer
 
         model = build(GPT)
@@ -332,11 +334,12 @@ class TestRefusals:
     """What cannot be honoured is refused, and the model is left as it was."""
 
     @pytest.fixture(autouse=True)
-    def _nothing_is_left_behind(self):
+    def _nothing_is_left_behind(self, megatron_rank):
         self.model = build(GPT)
-        self.expected = [p.requires_grad for p in self.model.parameters()]
+        self.expected = {n: p.requires_grad for n, p in self.model.named_parameters()}
         yield
-        assert [p.requires_grad for p in self.model.parameters()] == self.expected
+        now = {n: p.requires_grad for n, p in self.model.named_parameters()}
+        assert {n: now[n] for n in self.expected} == self.expected
         assert not any("_call_impl" in vars(m) or m._forward_pre_hooks for m in self.model.modules())
 
     def test_no_mtp(self):
@@ -371,9 +374,7 @@ class TestRefusals:
     def test_partly_frozen(self):
         """Half frozen by hand: which half is meant is not ours to guess."""
         self.model.mtp.layers[0].enorm.weight.requires_grad_(False)
-        self.expected[[n for n, _ in self.model.named_parameters()].index("mtp.layers.0.enorm.weight")] = (
-            False
-        )
+        self.expected["mtp.layers.0.enorm.weight"] = False
         with pytest.raises(UnsupportedModelError, match=r"1 of \d+ parameters, the first layers\.0\.enorm"):
             freeze_mtp(self.model)
 
