@@ -285,7 +285,8 @@ def train(
 ) -> Outcome:
     """Train from `start_step` to `steps`, evaluating and saving on the way.
 
-    The last step is always evaluated and saved. At a signal the running step is finished and saved.
+    A fresh run is evaluated before its first step, and the last step is always evaluated and saved. At a
+    signal the running step is finished and saved.
 
     Args:
         job: what to train.
@@ -303,6 +304,14 @@ def train(
     """
     device = current_device()
     outcome = Outcome(start_step)
+
+    def evaluate_and_report(step: int) -> None:
+        evaluation = evaluate(job, intervals.evaluation_batches)
+        outcome.evaluations.append((step, evaluation))
+        hooks.on_evaluation(step, evaluation)
+
+    if start_step == 0 and intervals.evaluation_batches:
+        evaluate_and_report(0)
     for step in range(start_step, steps):
         record = run_step(job, step)
         hooks.on_step(record)
@@ -317,9 +326,7 @@ def train(
         outcome.signal_number = stop.agreed(device)
         is_last = record.step == steps
         if intervals.evaluation_batches and (is_last or _is_due(record.step, intervals.evaluate)):
-            evaluation = evaluate(job, intervals.evaluation_batches)
-            outcome.evaluations.append((record.step, evaluation))
-            hooks.on_evaluation(record.step, evaluation)
+            evaluate_and_report(record.step)
         if is_last or outcome.signal_number or _is_due(record.step, intervals.save):
             hooks.save(record.step)
         if outcome.signal_number and not is_last:
