@@ -203,8 +203,8 @@ class MTPLayerCount:
     Attributes:
         declared: What config.json says.
         physical: Layers of which at least one tensor exists.
-        written: Layers of which every tensor exists.
-        missing: Tensors that declared or physical layers lack.
+        written: Layers of which every tensor exists, numbered from 0 without a gap.
+        missing: Tensors that as many layers as are declared, or exist, would have.
     """
 
     declared: int
@@ -227,14 +227,15 @@ def count_mtp_layers(folder: Folder) -> MTPLayerCount:
     """
     family, config = find_family(folder.config), folder.config
     declared = family.declared_mtp_layers(config)
-    depths = family.mtp_depths(folder.tensors, config)
+    physical = family.physical_mtp_layers(folder.tensors, config)
     written, missing = 0, []
-    for depth in sorted(depths.union(range(declared))):
+    # Layers are numbered from 0: one that exists under a later number is as good as missing.
+    for depth in range(max(declared, physical)):
         names = [name for entry in family.mtp_entries(config, depth) for name in entry.hf_names]
         absent = [name for name in names if name not in folder.tensors]
         written += not absent
         missing += absent
-    return MTPLayerCount(declared, len(depths), written, tuple(missing))
+    return MTPLayerCount(declared, physical, written, tuple(missing))
 
 
 def check_heads(folder: Folder) -> None:
@@ -283,10 +284,11 @@ def _pattern(config: Config, letters_field: str, words_field: str) -> str:
     """Return the pattern that either field gives, or nothing where neither is there."""
     letters, words = config.get(letters_field), config.get(words_field)
     if words is not None:
-        unknown = [w for w in words if w not in PATTERN_LETTERS] if isinstance(words, list) else [words]
+        known = list(PATTERN_LETTERS)  # a list, since a word may be anything that JSON can say
+        unknown = [w for w in words if w not in known] if isinstance(words, list) else [words]
         if unknown:
             raise CheckpointError(
-                f"config.json has {unknown[0]!r} in {words_field}; known are {', '.join(PATTERN_LETTERS)}"
+                f"config.json has {unknown[0]!r} in {words_field}; known are {', '.join(known)}"
             )
         from_words = "".join(PATTERN_LETTERS[w] for w in words)
         if letters is not None and letters != from_words:

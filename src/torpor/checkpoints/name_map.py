@@ -114,16 +114,23 @@ class InterleaveQKV:
         import torch
 
         rest = tensors[0].shape[1:]
-        grouped = [tensor.reshape(self.num_groups, -1, *rest) for tensor in tensors]
-        return [torch.cat(grouped, dim=1).reshape(-1, *rest)]
+        grouped = [
+            tensor.reshape(self.num_groups, size, *rest)
+            for tensor, size in zip(tensors, self._sizes, strict=True)
+        ]
+        return [torch.cat(grouped, dim=1).flatten(0, 1)]
 
     def unpack(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
         """Take the groups apart into q, k and v."""
         (packed,) = tensors
         rest = packed.shape[1:]
-        sizes = (self.heads_per_group * self.head_dim, self.head_dim, self.head_dim)
-        grouped = packed.reshape(self.num_groups, sum(sizes), *rest)
-        return [part.reshape(-1, *rest).contiguous() for part in grouped.split(sizes, dim=1)]
+        grouped = packed.reshape(self.num_groups, sum(self._sizes), *rest)
+        return [part.flatten(0, 1).contiguous() for part in grouped.split(self._sizes, dim=1)]
+
+    @property
+    def _sizes(self) -> tuple[int, int, int]:
+        """Rows that a group has of q, of k and of v."""
+        return self.heads_per_group * self.head_dim, self.head_dim, self.head_dim
 
 
 @dataclass(frozen=True)
