@@ -234,7 +234,7 @@ def _read_environment() -> tuple[int, int]:
         rank, size = int(given["RANK"]), int(given["WORLD_SIZE"])
     except ValueError:
         raise ConfigError(
-            f"RANK={given['RANK']!r} and WORLD_SIZE={given['WORLD_SIZE']!r} have to be numbers"
+            f"RANK is {given['RANK']!r} and WORLD_SIZE is {given['WORLD_SIZE']!r}: both have to be numbers"
         ) from None
     if not 0 <= rank < size:
         raise ConfigError(f"RANK is {rank} and WORLD_SIZE is {size}: ranks count from 0 to {size - 1}")
