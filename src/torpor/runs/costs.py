@@ -138,8 +138,8 @@ def build_job(
 def count_saved_bytes(job: "Job") -> Iterator[Callable[[], int]]:
     """Count the memory that autograd keeps from forward for backward inside the block.
 
-    A storage saved by several operations counts once; the weights' own do not count. Everything saved stays
-    alive until backward, so that the sum over one micro-batch is the peak.
+    A storage saved by several operations counts once; the weights' own do not count. Whatever is saved is
+    kept until the block ends, so that no address is given out twice: the count is the same every time.
 
     Yields:
         A function that returns the bytes counted so far.
@@ -147,16 +147,16 @@ def count_saved_bytes(job: "Job") -> Iterator[Callable[[], int]]:
     import torch
 
     weights = {tensor.untyped_storage().data_ptr() for tensor in weights_of(job)}
-    storages: dict[int, int] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: "torch.Tensor") -> "torch.Tensor":
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(storages.values())
+        yield lambda: sum(storage.nbytes() for storage in storages.values())
 
 
 def weights_of(job: "Job") -> list["torch.Tensor"]:
