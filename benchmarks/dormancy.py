@@ -147,8 +147,8 @@ def main() -> None:
     print(f"{where}, torch {torch.__version__}, {arguments}")
     print(f"{'heads':<22}{'ms/step':>10}{'ratio':>8}{'peak GiB':>10}{'ratio':>8}")
     for arm, (milliseconds, peak) in medians.items():
-        ratio = peak / base_peak if base_peak else float("nan")
-        print(f"{arm:<22}{milliseconds:>10.1f}{milliseconds / base_time:>8.3f}{peak:>10.2f}{ratio:>8.3f}")
+        memory = f"{peak:>10.2f}{peak / base_peak:>8.3f}" if peak else f"{'-':>10}{'-':>8}"
+        print(f"{arm:<22}{milliseconds:>10.1f}{milliseconds / base_time:>8.3f}{memory}")
     print(json.dumps({arm: {"ms": ms, "gib": gib} for arm, (ms, gib) in medians.items()}))
     shutdown()
 
