@@ -99,6 +99,8 @@ def write_nemotron_h(
     config |= overrides
 
     shapes = _transformers_shapes("NemotronH", config)
+    if config["tie_word_embeddings"]:
+        del shapes["lm_head.weight"]  # Transformers cannot tie this family and writes it all the same
     if num_mtp:
         # The layers of all depths are an ordinary stack; Transformers' trunk of it names and sizes them.
         layers = mtp_pattern * num_mtp
@@ -202,7 +204,10 @@ def load_reference(path, dtype: torch.dtype | None = None) -> torch.nn.Module:
     model_class = getattr(transformers, f"{kind}ForCausalLM")
     dtype = dtype or getattr(torch, config["torch_dtype"])
     if kind == "NemotronH":
-        return model_class.from_pretrained(path, dtype=dtype).eval()
+        model = model_class.from_pretrained(path, dtype=dtype)
+        if config["tie_word_embeddings"]:
+            model.lm_head.weight = model.model.embeddings.weight
+        return model.eval()
     # Transformers has no class for MiMo-7B, whose trunk is a Qwen2 model.
     model = model_class(_transformers_config(kind, config)).to(dtype)
     tensors = {k: v for file in sorted(path.glob("*.safetensors")) for k, v in load_file(file).items()}

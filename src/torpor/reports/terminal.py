@@ -31,7 +31,8 @@ def print_verification(result: VerifyResult, console: Console | None = None) -> 
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
     tensors = sum(tensor.source is not None for tensor in result.mtp)
-    table = Table(title=Text(f"{result.source} -> {result.export} ({result.family})"), title_justify="left")
+    console.print(Text(f"{result.source} -> {result.export} ({result.family})"), soft_wrap=True)
+    table = Table()
     table.add_column("part")
     table.add_column("tensors", justify="right")
     table.add_column("finding")
@@ -55,7 +56,8 @@ def print_verification(result: VerifyResult, console: Console | None = None) -> 
 
     problems = list(_problems(result))
     if problems:
-        details = Table(title="what differs", title_justify="left")
+        console.print("what differs:")
+        details = Table()
         details.add_column("tensor", overflow="fold")
         details.add_column("problem")
         details.add_column("source", overflow="fold")

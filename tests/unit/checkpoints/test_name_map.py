@@ -113,6 +113,7 @@ HYBRIDS = {
     "deep": {"num_mtp": 2, "mtp_pattern": "*-ME", "pattern": "MM-*"},
     "no mtp": {"num_mtp": 0},
     "latent experts": {"moe_latent_size": 16},
+    "tied": {"tie_word_embeddings": True},
     "one group": {"num_key_value_heads": 1, "n_groups": 1},
     "mamba only": {"pattern": "M", "mtp_pattern": "M"},
 }
