@@ -158,10 +158,9 @@ def find_latest(directory: Path) -> Path | None:
         name = pointer.read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    checkpoint = pointer.with_name(name)
-    missing = [
-        file for file in (_STATE_FILE, ".metadata", "metadata.json") if not (checkpoint / file).is_file()
-    ]
+    checkpoint = pointer.parent / name
+    whole = (_STATE_FILE, ".metadata", "metadata.json")
+    missing = [file for file in whole if not (checkpoint / file).is_file()]
     if Path(name).name != name or missing:
         raise CheckpointError(
             f"{pointer} names {name!r}, which lacks {', '.join(missing) or 'a plain name'}\n"
