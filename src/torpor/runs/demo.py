@@ -445,15 +445,10 @@ def launch_distillation(config: Path, ranks: int, metrics: Path) -> int:
     Returns:
         The exit code; `NEVER_STARTED` if nothing was trained within `START_WITHIN_S`.
     """
-    command = [sys.executable, "-m", "torpor", "distill", str(config)]
-    if ranks > 1:
-        # The loopback address, so that it works where the machine's own name resolves to nothing.
-        launcher = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command[1:2] = ["-m", *launcher, "--nproc-per-node", str(ranks), "-m"]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
     started = time.monotonic()
     # What it prints is progress here: this command's own result is the report.
-    process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
+    process = subprocess.Popen(distill_command(config, ranks), stdout=sys.stderr, env=environment)
     try:
         while process.poll() is None:
             if time.monotonic() - started > START_WITHIN_S and not metrics.exists():
@@ -464,3 +459,13 @@ def launch_distillation(config: Path, ranks: int, metrics: Path) -> int:
         if process.poll() is None:
             process.terminate()
             process.wait()
+
+
+def distill_command(config: Path, ranks: int) -> list[str]:
+    """What starts `torpor distill CONFIG` on `ranks` processes of this machine."""
+    module = ["-m", "torpor", "distill", str(config)]
+    if ranks == 1:
+        return [sys.executable, *module]
+    # The loopback address, so that it works where the machine's own name resolves to nothing.
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    return [sys.executable, *launcher, "--nproc-per-node", str(ranks), *module]
