@@ -199,11 +199,12 @@ def _open_folder(path: Path) -> Folder:
                 said = weight_map.get(name, "no file")
                 raise CheckpointError(f"{path}: {name} is in {shard}, the index says {said}\n  {_REINDEX}")
             tensors[name] = entry
-    absent = [name for name in weight_map or () if name not in tensors]
+    absent = [(name, shard) for name, shard in (weight_map or {}).items() if name not in tensors]
     if absent:
+        name, shard = absent[0]
         raise CheckpointError(
-            f"{path}: the index lists {len(absent)} tensors that no file holds, first {absent[0]}"
-            f" (said to be in {weight_map[absent[0]]})\n  {_REINDEX}"
+            f"{path}: the index lists {len(absent)} tensors that no file holds, first {name}"
+            f" (said to be in {shard})\n  {_REINDEX}"
         )
     companions = tuple(
         _inside(path, name)

@@ -81,8 +81,9 @@ class Split:
 
     def pack(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
         """Cut the rows: [sum(sizes), ...] -> [size, ...] for each."""
-        (whole,) = tensors
-        return [part.contiguous() for part in whole.split(self.sizes)]
+        import torch
+
+        return [part.contiguous() for part in torch.split(tensors[0], self.sizes)]
 
     def unpack(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
         """Put the rows together again."""
@@ -122,10 +123,12 @@ class InterleaveQKV:
 
     def unpack(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
         """Take the groups apart into q, k and v."""
+        import torch
+
         (packed,) = tensors
         rest = packed.shape[1:]
         grouped = packed.reshape(self.num_groups, sum(self._sizes), *rest)
-        return [part.flatten(0, 1).contiguous() for part in grouped.split(self._sizes, dim=1)]
+        return [part.flatten(0, 1).contiguous() for part in torch.split(grouped, self._sizes, dim=1)]
 
     @property
     def _sizes(self) -> tuple[int, int, int]:

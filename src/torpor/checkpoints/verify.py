@@ -232,8 +232,8 @@ def _are_equal(one: Folder, one_name: str, other: Folder, other_name: str) -> bo
     if not _are_alike(one, one_name, other, other_name):
         return False
     pieces = zip(one.iter_bytes(one_name), other.iter_bytes(other_name), strict=True)
-    # As `bytes` these are compared at once; as memoryviews they would be compared element by element.
-    return all(bytes(a) == bytes(b) for a, b in pieces)
+    # A bytearray is compared with the other side at once, a memoryview element by element.
+    return all(bytearray(a) == b for a, b in pieces)
 
 
 def _count_json(count: MTPLayerCount) -> dict[str, int]:

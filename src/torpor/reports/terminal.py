@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from torpor.checkpoints.families import DECLARED_FIELD, MTPLayerCount
-from torpor.checkpoints.verify import VerifyResult
+from torpor.checkpoints.header import TensorEntry
+from torpor.checkpoints.verify import State, VerifyResult
 
+MTP_PROBLEMS: tuple[State, ...] = ("differing", "missing", "unexpected")
 # Problems that the table spells out before it only counts.
 MAX_PROBLEMS = 20
 SHA256_SHOWN = 12
@@ -36,11 +38,10 @@ def print_verification(result: VerifyResult, console: Console | None = None) -> 
     table.add_column("part")
     table.add_column("tensors", justify="right")
     table.add_column("finding")
-    identical = len(result.mtp_names("identical"))
-    findings = [f"{identical} identical"]
-    findings += [
-        f"{len(names)} {s}" for s in ("differing", "missing", "unexpected") if (names := result.mtp_names(s))
-    ]
+    findings = [f"{len(result.mtp_names('identical'))} identical"]
+    for state in MTP_PROBLEMS:
+        if number := len(result.mtp_names(state)):
+            findings.append(f"{number} {state}")
     table.add_row("MTP layers", str(tensors), ", ".join(findings))
     if result.copies:
         stale = len(result.stale_copies)
@@ -120,16 +121,12 @@ def _trunk_problems(result: VerifyResult) -> list[tuple[str, tuple[str, ...]]]:
 def _problems(result: VerifyResult) -> Iterator[tuple[str, str, str, str]]:
     for tensor in result.mtp:
         if tensor.state != "identical":
-            sides = []
-            for entry, sha256 in (
-                (tensor.source, tensor.source_sha256),
-                (tensor.export, tensor.export_sha256),
-            ):
-                hashed = (sha256 or "")[:SHA256_SHOWN]
-                sides.append(
-                    f"{entry.file.name} {entry.dtype} {list(entry.shape)} {hashed}" if entry else "-"
-                )
-            yield (tensor.name, tensor.state, *sides)
+            yield (
+                tensor.name,
+                tensor.state,
+                _describe_tensor(tensor.source, tensor.source_sha256),
+                _describe_tensor(tensor.export, tensor.export_sha256),
+            )
     for name in result.stale_copies:
         yield name, "is not the export's trunk tensor, as it was the source's", "", ""
     for word, names in _trunk_problems(result):
@@ -141,6 +138,12 @@ def _problems(result: VerifyResult) -> Iterator[tuple[str, str, str, str]]:
     if result.source_count.declared != result.export_count.declared:
         declared = (str(result.source_count.declared), str(result.export_count.declared))
         yield (DECLARED_FIELD, "config.json has changed", *declared)
+
+
+def _describe_tensor(entry: TensorEntry | None, sha256: str | None) -> str:
+    if entry is None or sha256 is None:
+        return "-"
+    return f"{entry.file.name} {entry.dtype} {list(entry.shape)} {sha256[:SHA256_SHOWN]}"
 
 
 def _describe(count: MTPLayerCount) -> str:
