@@ -83,7 +83,7 @@ class Split:
         """Cut the rows: [sum(sizes), ...] -> [size, ...] for each."""
         import torch
 
-        return [part.contiguous() for part in torch.split(tensors[0], self.sizes)]
+        return [part.contiguous() for part in torch.split(tensors[0], list(self.sizes))]
 
     def unpack(self, tensors: "list[torch.Tensor]") -> "list[torch.Tensor]":
         """Put the rows together again."""
@@ -128,7 +128,7 @@ class InterleaveQKV:
         (packed,) = tensors
         rest = packed.shape[1:]
         grouped = packed.reshape(self.num_groups, sum(self._sizes), *rest)
-        return [part.flatten(0, 1).contiguous() for part in torch.split(grouped, self._sizes, dim=1)]
+        return [part.flatten(0, 1).contiguous() for part in torch.split(grouped, list(self._sizes), dim=1)]
 
     @property
     def _sizes(self) -> tuple[int, int, int]:
