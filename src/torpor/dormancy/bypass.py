@@ -9,9 +9,16 @@ passed by, in every forward and on every pipeline stage, and nothing else may no
 - for the duration of one forward the language model reads its config through a copy in which
   `mtp_num_layers` is None. Its decoder, its routers, `finalize_model_grads` and checkpointing keep the
   original. `mtp_process` is left alone: with it off, a tied last stage would project with its own, never
-  synchronised `output_layer.weight` instead of the shared embedding.
+  synchronised `output_layer.weight` instead of the shared embedding. Where forward has the argument
+  `compute_mtp_loss` (HybridModel after 0.19) it is given as False too; the copy stays, since
+  Model-Optimizer's distillation counts loss calls by that field.
 
-Both are done by instances that stand in `module.__dict__["_call_impl"]`, which `torch.nn.Module.__call__`
+A stage that holds the MTP block but not the first embedding has a duplicate of it that nothing reads while
+the heads sleep, unless tied weights make it the output projection. It must go on receiving a gradient: DDP
+reduces a bucket when all its gradients are there, and the first stage waits for this stage's share of the
+embedding's gradient (finalize_model_grads.py). So it is given zeros.
+
+The stand-ins are instances that stand in `module.__dict__["_call_impl"]`, which `torch.nn.Module.__call__`
 looks up on the instance. Unlike an instance-level `forward` this survives wrappers that replace `forward`
 later (Model-Optimizer's distillation does); unlike forward hooks it restores under BaseException too, so a
 KeyboardInterrupt inside forward leaves no trace; and unlike swapping the module the state dict is whole at
@@ -19,8 +26,10 @@ every instant, whoever takes it.
 """
 
 import copy
+import functools
+import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -72,6 +81,8 @@ class DormantLanguageModelCall:
         call = type(self.model)._call_impl
         if not self.switch.is_asleep():
             return call(self.model, *args, **kwargs)
+        if _takes_compute_mtp_loss(self.model.forward):
+            kwargs["compute_mtp_loss"] = False
         with self._config_without_mtp():
             return call(self.model, *args, **kwargs)
 
@@ -112,7 +123,50 @@ class PassThroughCall:
         if self.owner.num_running == 0:
             self.owner.switch.refuse_execution(self.name)
         # MultiTokenPredictionBlock.forward(input_ids, position_ids, hidden_states, ...)
-        return kwargs["hidden_states"] if "hidden_states" in kwargs else args[2]
+        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[2]
+        unread = [weight for weight in self._unread_duplicates() if weight.requires_grad]
+        if unread and torch.is_grad_enabled() and hidden_states.requires_grad:
+            return _WithZeroGradients.apply(hidden_states, *unread)
+        return hidden_states
+
+    def _unread_duplicates(self) -> list[torch.nn.Parameter]:
+        """Return this stage's copies of embedding weights that no forward reads while MTP sleeps."""
+        model: Any = self.owner.model
+        if model.pre_process:
+            return []
+        projects = model.post_process and model.share_embeddings_and_output_weights
+        word_embedding = model.embedding.word_embeddings.weight
+        return [p for p in model.embedding.parameters() if not (projects and p is word_embedding)]
+
+
+class _WithZeroGradients(torch.autograd.Function):
+    """The identity on hidden states that hands each of the other tensors a gradient of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_states: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
+        # The same memory but no view of it: the pipeline schedule frees a stage's output and refuses views
+        # (pipeline_parallel/schedules.py, deallocate_output_tensor).
+        output = hidden_states.new_empty(0)
+        output.data = hidden_states.data
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        zeros = [
+            torch.zeros((), dtype=dtype, device=device).expand(shape) for shape, dtype, device in ctx.others
+        ]
+        return grads[0], *zeros
+
+
+@functools.lru_cache(maxsize=64)
+def _has_compute_mtp_loss(function: Callable[..., Any]) -> bool:
+    return "compute_mtp_loss" in inspect.signature(function).parameters
+
+
+def _takes_compute_mtp_loss(forward: Callable[..., Any]) -> bool:
+    """Whether a bound forward has the argument with which upstream switches MTP off for one forward."""
+    return _has_compute_mtp_loss(getattr(forward, "__func__", forward))
 
 
 class ExecutionGuard:

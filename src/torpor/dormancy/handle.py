@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from torpor.dormancy.bypass import DormantLanguageModelCall, ExecutionGuard, PassThroughCall, Switch
-from torpor.dormancy.discovery import LanguageModelSite, as_chunks, find_sites, join, name_chunks
+from torpor.dormancy.dead_weight import DeadOutputWeight
+from torpor.dormancy.discovery import LanguageModelSite, as_chunks, find_sites, join
 from torpor.dormancy.fingerprint import sha256_of
 from torpor.dormancy.membership import check_untrained
+from torpor.dormancy.moe_metrics import CountLayersThatRan
 from torpor.errors import MTPChangedError, MTPExecutedError, TorporError
 
 
@@ -77,19 +79,18 @@ class DormantMTP:
         self._switch = Switch()
         self._removed = False
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._retained = dict(_retained_tensors(chunks, sites))
+        self._shared = _names_shared_with_the_trunk(chunks, sites)
         # Read before anything is changed: a tensor without readable bytes ends the call here.
         self._baseline = self.fingerprint()
-        self._was_trainable = {
-            name: t.requires_grad
-            for name, t in [*self._retained.items(), *_dead_output_weights(sites)]
-            if isinstance(t, torch.nn.Parameter)
-        }
-        self._frozen = {**self._retained, **dict(_dead_output_weights(sites))}
-        for name in self._was_trainable:
-            self._frozen[name].requires_grad_(False)
+        self._was_trainable = {name: p.requires_grad for name, p in self._parameters()}
+        for _, parameter in self._parameters():
+            parameter.requires_grad_(False)
+        self._dead_weights = [DeadOutputWeight(s.model) for s in sites if DeadOutputWeight.is_in(s.model)]
         for site in self._sites:
             self._install(site)
+        self._counts_moe_layers = any(site.model.config.num_moe_experts for site in sites)
+        if self._counts_moe_layers:
+            CountLayersThatRan.install()
 
     @property
     def executions(self) -> int:
@@ -98,7 +99,7 @@ class DormantMTP:
 
     def fingerprint(self) -> dict[str, str]:
         """Return the SHA-256 of the raw bytes of every retained parameter and buffer on this rank."""
-        return {name: sha256_of(tensor) for name, tensor in self._retained.items()}
+        return {name: sha256_of(tensor) for name, tensor in self._tensors()}
 
     def check(self, optimizer: Any = None) -> DormancyReport:
         """Prove that the MTP layers slept: not executed, not trained, not changed.
@@ -126,9 +127,7 @@ class DormantMTP:
                 f"MTP layers were called {self.executions} times outside inference while asleep; 0 is right"
                 "\n  The traceback of the first call named the module; find what swallowed it."
             )
-        check_untrained(
-            ((n, t) for n, t in self._retained.items() if isinstance(t, torch.nn.Parameter)), optimizer
-        )
+        check_untrained(self._parameters(), optimizer)
         fingerprint = self.fingerprint()
         for name, digest in fingerprint.items():
             if digest != self._baseline[name]:
@@ -139,8 +138,8 @@ class DormantMTP:
                 )
         return DormancyReport(
             executions=self.executions,
-            num_tensors=len(self._retained),
-            num_bytes=sum(t.numel() * t.element_size() for t in self._retained.values()),
+            num_tensors=len(fingerprint),
+            num_bytes=sum(tensor.nbytes for _, tensor in self._tensors()),
             fingerprint=fingerprint,
             optimizer_checked=optimizer is not None,
         )
@@ -161,15 +160,19 @@ class DormantMTP:
         """End dormancy: everything is as before the call. A second call does nothing."""
         if self._removed:
             return
+        self._removed = True
         for site in self._sites:
             del vars(site.model)["_call_impl"]
             if site.mtp is not None:
                 del vars(site.mtp)["_call_impl"]
         for hook in self._hooks:
             hook.remove()
-        for name, was_trainable in self._was_trainable.items():
-            self._frozen[name].requires_grad_(was_trainable)
-        self._removed = True
+        for dead_weight in self._dead_weights:
+            dead_weight.put_back()
+        for name, parameter in self._parameters():
+            parameter.requires_grad_(self._was_trainable[name])
+        if self._counts_moe_layers:
+            CountLayersThatRan.uninstall()
 
     def _install(self, site: LanguageModelSite) -> None:
         call = DormantLanguageModelCall(site.model, self._switch)
@@ -187,37 +190,32 @@ class DormantMTP:
         """Take what was just loaded as the baseline: the usual order is freeze, wrap, load a checkpoint."""
         self._baseline = self.fingerprint()
 
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the retained parameters and buffers as the modules hold them now."""
+        yield from self._parameters()
+        for site in self._sites:
+            if site.mtp is not None:
+                for name, buffer in site.mtp.named_buffers():
+                    yield join(site.name, "mtp", name), buffer
 
-def _retained_tensors(
-    chunks: Sequence[torch.nn.Module], sites: Sequence[LanguageModelSite]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all parameters and buffers of the MTP blocks, but those that are the trunk's as well."""
-    mtp_modules = {m for site in sites if site.mtp is not None for m in site.mtp.modules()}
-    trunk = {
-        id(p)
-        for _, chunk in name_chunks(chunks)
-        for module in chunk.modules()
-        if module not in mtp_modules
-        for p in module.parameters(recurse=False)
-    }
+    def _parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        for name, parameter in _mtp_parameters(self._sites):
+            if name not in self._shared:
+                yield name, parameter
+
+
+def _mtp_parameters(sites: Sequence[LanguageModelSite]) -> Iterator[tuple[str, torch.nn.Parameter]]:
     for site in sites:
         if site.mtp is not None:
-            for name, tensor in [*site.mtp.named_parameters(), *site.mtp.named_buffers()]:
-                if id(tensor) not in trunk:
-                    yield join(site.name, "mtp", name), tensor
+            for name, parameter in site.mtp.named_parameters():
+                yield join(site.name, "mtp", name), parameter
 
 
-def _dead_output_weights(sites: Sequence[LanguageModelSite]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield output weights that a tied last stage allocates but never uses.
-
-    With tied embeddings, PP>1 and MTP the last stage projects with its embedding duplicate, and still
-    allocates an `output_layer.weight` (gpt_model.py, hybrid_model.py: skip_weight_param_allocation looks at
-    pre_process only). Without a gradient it would make DDP's overlapped reduction wait for ever.
-    """
-    for site in sites:
-        model: Any = site.model
-        if site.mtp is None or model.pre_process or not model.share_embeddings_and_output_weights:
-            continue
-        weight = getattr(getattr(model, "output_layer", None), "weight", None)
-        if weight is not None:
-            yield join(site.name, "output_layer.weight"), weight
+def _names_shared_with_the_trunk(
+    chunks: Sequence[torch.nn.Module], sites: Sequence[LanguageModelSite]
+) -> frozenset[str]:
+    """Return the names of parameters in MTP blocks that belong to modules outside them as well."""
+    mtp_modules = {m for site in sites if site.mtp is not None for m in site.mtp.modules()}
+    outside = (m for chunk in chunks for m in chunk.modules() if m not in mtp_modules)
+    trunk = {id(p) for module in outside for p in module.parameters(recurse=False)}
+    return frozenset(name for name, p in _mtp_parameters(sites) if id(p) in trunk)
