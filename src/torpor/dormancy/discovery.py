@@ -174,7 +174,7 @@ def _refuse_site(model: torch.nn.Module, name: str, mtp: torch.nn.Module | None)
             )
 
 
-def _refuse_missing_block(model: torch.nn.Module, name: str) -> None:
+def _refuse_missing_block(model: Any, name: str) -> None:
     """Refuse a model whose config counts MTP layers that its spec did not build: they would be lost."""
     from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 
