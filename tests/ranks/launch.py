@@ -7,6 +7,7 @@ def test_check():
     assert run_ranks(check, 2, 10) == [0, 10]
 """
 
+import datetime
 import faulthandler
 import os
 import pickle
@@ -29,7 +30,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     """Run `function(*args)` on every rank of a fresh world and return what each rank returned.
 
     Each rank has prepared the host and joined the process group before the module of `function` is imported,
-    and runs one thread. When one rank fails, the others are killed.
+    and runs one thread. The function may build and shut down layouts (torpor.megatron.parallel) one after the
+    other: the process group stays. When one rank fails, the others are killed.
 
     Args:
         function: A function at the top level of a module that the ranks can import.
@@ -87,11 +89,9 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float, t
         codes = [rank.poll() for rank in ranks]
         failed = [index for index, code in enumerate(codes) if code]
         if failed:
-            time.sleep(
-                0.2
-            )  # the rank that fails first often takes others with it: let it write its traceback
-            causes = [index for index in failed if (folder / f"error_{index}.txt").exists()] or failed
-            first = min(causes, key=lambda index: _written(folder / f"error_{index}.txt"))
+            # The rank that fails first takes others with it, and they may be seen first.
+            _wait_for_any([folder / f"error_{index}.txt" for index in range(len(ranks))], seconds=2)
+            first = min(range(len(ranks)), key=lambda index: _written(folder / f"error_{index}.txt"))
             raise RankFailedError(
                 f"rank {first} of {len(ranks)} failed\n{_report(folder, first, codes[first])}"
             )
@@ -104,6 +104,13 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float, t
             time.sleep(0.5)
             reports = "\n".join(_report(folder, index, None) for index in stuck)
             raise RankFailedError(f"ranks {stuck} of {len(ranks)} did not finish in {timeout} s\n{reports}")
+        time.sleep(0.02)
+
+
+def _wait_for_any(paths: list[Path], seconds: float) -> None:
+    """Wait until one of the files is there, but not longer than so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not any(path.exists() for path in paths):
         time.sleep(0.02)
 
 
@@ -134,15 +141,22 @@ def _run_rank(folder: Path) -> None:
 
         import torch
 
-        from torpor.megatron import parallel
+        from torpor.megatron.host import prepare_host
 
         torch.set_num_threads(1)
-        parallel.start_processes(f"file://{folder / 'rendezvous'}", rank, world_size, timeout_minutes=5)
+        prepare_host()
+        torch.distributed.init_process_group(
+            "gloo",
+            init_method=f"file://{folder / 'rendezvous'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(minutes=5),
+        )
         function = import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
         result = pickle.dumps(function(*pickle.loads(args)))
-        parallel.shutdown()
+        torch.distributed.destroy_process_group()
     except BaseException:
         partial = folder / f"error_{rank}.partial"
         partial.write_text(traceback.format_exc())

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.utils._device import _device_constructors
 
 from torpor.errors import ConfigError
@@ -59,6 +60,7 @@ def prepare_host() -> torch.device:
                 "  modelopt's Megatron plugins or torpor.megatron.specs."
             )
         _stand_in_for_cuda()
+        _stand_in_for_nccl()
         _import_megatron_uncompiled()
         _stand_in_for_cuda_random_state()
         _stand_in_for_split_sizes()
@@ -157,6 +159,43 @@ def _cuda_type_name(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self).replace("torch.", "torch.cuda.", 1)
 
     return type_of
+
+
+def _stand_in_for_nccl() -> None:
+    """Replace the collectives that gloo has only for parts of equal size.
+
+    tensor_parallel/mappings.py gathers and scatters as many tokens as each rank's experts were sent.
+    """
+    all_gather, reduce_scatter = dist.all_gather, dist.reduce_scatter
+
+    def gather(
+        parts: list[torch.Tensor], part: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({each.shape for each in parts}) == 1:
+            return all_gather(parts, part, group=group, async_op=async_op)
+        longest = max(len(each) for each in parts)
+        padded = part.new_zeros(longest, *part.shape[1:])
+        padded[: len(part)] = part
+        gathered = [torch.empty_like(padded) for _ in parts]
+        all_gather(gathered, padded, group=group)
+        for each, source in zip(parts, gathered, strict=True):
+            each.copy_(source[: len(each)])
+
+    def scatter(
+        output: torch.Tensor,
+        parts: list[torch.Tensor],
+        op: Any = dist.ReduceOp.SUM,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        if len({each.shape for each in parts}) == 1:
+            return reduce_scatter(output, parts, op=op, group=group, async_op=async_op)
+        whole = torch.cat(parts)
+        dist.all_reduce(whole, op=op, group=group)
+        output.copy_(whole.split([len(each) for each in parts])[dist.get_rank(group)])
+
+    dist.all_gather = _for_megatron(all_gather, gather)
+    dist.reduce_scatter = _for_megatron(reduce_scatter, scatter)
 
 
 def _import_megatron_uncompiled() -> None:
