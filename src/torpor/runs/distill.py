@@ -194,8 +194,9 @@ def _check_model(role: str, path: Path, config: DistillConfig, layout: Layout) -
         what = "is a file, not a folder" if path.exists() else "does not exist"
         raise ConfigError(f"`{role}`: {path} {what}\n  Give the path of a Hugging Face model folder.")
     folder = open_folder(path)
-    find_family(folder.config).name_map(folder.config).check(folder.tensors)
+    # Before the whole map, whose complaint would not say that it is the heads that are missing.
     check_heads(folder)
+    find_family(folder.config).name_map(folder.config).check(folder.tensors)
     build_transformer_config(folder.config, layout, _DTYPES[config.dtype], recompute=config.recompute)
     longest = folder.config.get("max_position_embeddings")
     if longest is not None and config.sequence_length > longest:
