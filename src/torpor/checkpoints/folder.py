@@ -1,5 +1,6 @@
 """Hugging Face folders: opened from their headers alone, read as raw bytes, written aside and renamed."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -37,6 +38,7 @@ WEIGHT_SUFFIXES = frozenset(
 )
 INDEX_SUFFIX = ".index.json"
 
+ASIDE_SUFFIX = ".partial"
 MAX_JSON_BYTES = 2**28
 CHUNK_BYTES = 4 * 2**20
 # A shard's header is written last, into room left for it, so that tensors can be streamed behind it.
@@ -293,7 +295,8 @@ class FolderWriter:
     """Writes a Hugging Face folder, tensor by tensor, that exists complete or not at all.
 
     Shards are streamed into a hidden folder beside `out`, which is fsynced and renamed onto `out` when the
-    `with` block ends; if the block raises, it is removed. Use as a context manager.
+    `with` block ends. If the block raises, it is removed; if the process is killed, the next writer of the
+    same folder removes it. Use as a context manager.
 
     Args:
         out: The folder to make; nothing may be there.
@@ -316,7 +319,8 @@ class FolderWriter:
         max_shard_bytes: int = 5 * 2**30,
     ):
         self.out = Path(out)
-        self._aside = self.out.parent / f".{self.out.name}.{secrets.token_hex(4)}.partial"
+        self._aside = self.out.parent / f".{self.out.name}.{secrets.token_hex(4)}{ASIDE_SUFFIX}"
+        self._lock: int | None = None
         if config is not None:
             self._config_bytes = (json.dumps(dict(config), indent=2) + "\n").encode()
         elif like is not None:
@@ -338,7 +342,9 @@ class FolderWriter:
     def __enter__(self) -> Self:
         self._refuse_existing()
         self.out.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(self.out)
         self._aside.mkdir()
+        self._lock = _lock_folder(self._aside)
         return self
 
     def __exit__(
@@ -352,6 +358,8 @@ class FolderWriter:
                 self._shard.stream.close()
             # After a rename there is nothing left under this name.
             shutil.rmtree(self._aside, ignore_errors=True)
+            if self._lock is not None:
+                os.close(self._lock)
 
     def add(
         self, name: str, dtype: str, shape: Iterable[int], buffer: bytes | bytearray | memoryview
@@ -530,6 +538,27 @@ class _Shard:
 
 def _round_up(nbytes: int) -> int:
     return -(-nbytes // 8) * 8
+
+
+def _lock_folder(path: Path) -> int | None:
+    """Lock a folder until the descriptor is closed or its process dies; None where that cannot be."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Remove what writers of `out` left behind when they were killed; a living writer holds a lock."""
+    for path in out.parent.iterdir():
+        if path.name.startswith(f".{out.name}.") and path.name.endswith(ASIDE_SUFFIX) and path.is_dir():
+            lock = _lock_folder(path)
+            if lock is not None:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(lock)
 
 
 def _fsync_folder(path: Path) -> None:

@@ -198,7 +198,7 @@ def test_failure_at_the_end(like, tmp_path, monkeypatch):
 
 
 def test_process_that_is_killed(like, tmp_path):
-    """SIGKILL can leave the hidden folder, never the final one."""
+    """SIGKILL can leave the hidden folder, never the final one, and the next writer clears it away."""
     code = (
         "import os, signal, sys\n"
         "from torpor.checkpoints.folder import FolderWriter, open_folder\n"
@@ -210,8 +210,18 @@ def test_process_that_is_killed(like, tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(like.path), str(tmp_path / "out")], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "out").exists()
-    # What was left behind is in nobody's way.
+    assert len(list(tmp_path.iterdir())) == 2
     assert_same_tensors(like, copy_all(like, tmp_path / "out"))
+    assert {file.name for file in tmp_path.iterdir()} == {"like", "out"}
+
+
+def test_two_writers_of_one_folder(like, tmp_path):
+    """A living writer's work is not cleared away; the one that comes second to the name is refused."""
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="exists"):
+        write_and(like, out, lambda: copy_all(like, out))
+    assert_same_tensors(like, open_folder(out))
+    assert {file.name for file in tmp_path.iterdir()} == {"like", "out"}
 
 
 def test_durable_before_it_has_its_name(like, tmp_path, monkeypatch):
