@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -292,29 +292,34 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 
 class _RunFolder:
-    def __init__(self, created: Path | None):
-        self._created = created
+    """What a new run puts on disk before its first step, to be taken away again if there is none."""
+
+    def __init__(self, output: Path):
+        self._output = output
+        self._made_parents = [path for path in (output, *output.parents) if not path.exists()]
+        self._is_kept = False
 
     def keep(self) -> None:
         """From here on the folder holds something to continue from."""
-        self._created = None
+        self._is_kept = True
 
     def remove(self) -> None:
-        """Take away what this run has made."""
-        if self._created is not None:
-            shutil.rmtree(self._created, ignore_errors=True)
+        """Take away what was made, unless it is to be kept; the folder was missing or empty before."""
+        if self._is_kept or not self._output.exists():
+            return
+        for path in self._output.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with suppress(OSError):  # somebody else has put something beside it: theirs stays
+            for path in self._made_parents:
+                path.rmdir()
 
 
 @contextmanager
 def _run_folder(config: DistillConfig, ranks: _Ranks) -> Iterator[_RunFolder]:
     """Make the run folder on rank 0; an error before `keep` removes whatever was made."""
-    created = None
-    if ranks.rank == 0 and not (config.output / "run.json").exists():
-        missing = config.output
-        while not missing.parent.exists():
-            missing = missing.parent
-        created = missing
-    folder = _RunFolder(created)
+    folder = _RunFolder(config.output)
+    if ranks.rank != 0 or (config.output / "run.json").exists():
+        folder.keep()
     try:
         ranks.from_rank_0(lambda: _make_run_folder(config))
         yield folder

@@ -1,0 +1,204 @@
+"""Every kind of bad input ends a distillation before its first step and leaves nothing behind."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+
+import tiny
+from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
+from torpor.runs import distill as run_module
+from torpor.runs.distill import distill
+from torpor.training.config import read_distill_config
+
+TEXT = "The dormouse sleeps through the winter. " * 100
+VALUES = {
+    "teacher": "teacher",
+    "student": "student",
+    "output": "new/run",
+    "data": "text.txt",
+    "sequence_length": 16,
+    "global_batch_size": 2,
+    "steps": 2,
+    "dtype": "fp32",
+    "eval_batches": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tiny.write_nemotron_h(folder / "teacher", seed=1)
+    tiny.write_nemotron_h(folder / "student", seed=2)
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path, models):
+    for name in ("teacher", "student"):
+        shutil.copytree(models / name, tmp_path / name)
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def run(work, **changes):
+    (work / "run.yaml").write_text(yaml.safe_dump(VALUES | changes))
+    return distill(read_distill_config(work / "run.yaml"))
+
+
+def edit_config(folder, **changes):
+    values = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
+
+
+def refuse(work, kind, *parts, **changes):
+    (work / "run.yaml").write_text("")
+    before = sorted(work.rglob("*"))
+    with pytest.raises(kind) as caught:
+        run(work, **changes)
+    for part in parts:
+        assert part in str(caught.value)
+    assert sorted(work.rglob("*")) == before
+
+
+def test_the_inputs_that_the_cases_below_damage_are_fine(work):
+    result = run(work)
+    assert result.steps == 2
+    assert (result.mtp_executions, result.export) == (0, work / "new" / "run" / "export")
+
+
+def test_a_missing_model_folder(work):
+    refuse(work, ConfigError, "`teacher`", "nowhere does not exist", teacher="nowhere")
+    refuse(work, ConfigError, "`student`", "text.txt is a file", student="text.txt")
+
+
+def test_a_folder_without_weights(work):
+    for file in (work / "student").glob("*.safetensors*"):
+        file.unlink()
+    refuse(work, CheckpointError, "student")
+
+
+def test_a_family_that_is_not_known(work):
+    edit_config(work / "student", model_type="walrus")
+    refuse(work, UnsupportedModelError, "walrus", "nemotron_h", "mimo")
+
+
+def test_heads_that_are_counted_but_not_there(work):
+    edit_config(work / "student", num_nextn_predict_layers=2)
+    refuse(work, CheckpointError, "student")
+
+
+def test_a_tokenizer_that_does_not_match(work):
+    content = json.loads((work / "student" / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    first, second = sorted(vocabulary, key=vocabulary.get)[5:7]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (work / "student" / "tokenizer.json").write_text(json.dumps(content))
+    refuse(work, ConfigError, "tokenizer", "differ")
+
+
+def test_no_tokenizer(work):
+    for file in (work / "teacher").glob("tokenizer*"):
+        file.unlink()
+    refuse(work, ConfigError, "teacher", "the tokenizer cannot be loaded")
+
+
+def test_empty_missing_and_short_data(work):
+    refuse(work, ConfigError, "`data`", "does not exist", data="nowhere.txt")
+    (work / "text.txt").write_text("\n")
+    refuse(work, ConfigError, "`data`", "there is no text in")
+    (work / "text.txt").write_text("too short")
+    refuse(work, ConfigError, "`data` has", "windows of sequence_length 16")
+
+
+def test_a_record_that_is_malformed_far_into_the_data(work):
+    lines = [json.dumps({"text": "fine " * 20})] * 600 + ["{broken"]
+    (work / "text.jsonl").write_text("\n".join(lines))
+    refuse(work, ConfigError, "text.jsonl:601", data="text.jsonl")
+
+
+def test_a_layout_that_does_not_divide(work, monkeypatch):
+    refuse(work, ConfigError, "1 ranks cannot be divided", tensor_parallel=2, sequence_parallel=True)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    refuse(
+        work,
+        ConfigError,
+        "tensor parallel size 3 does not divide",
+        tensor_parallel=3,
+        sequence_parallel=True,
+        sequence_length=18,
+    )
+    refuse(work, ConfigError, "`global_batch_size` 2 is not a multiple", "3 data-parallel ranks")
+
+
+def test_windows_longer_than_the_model(work):
+    refuse(work, ConfigError, "`sequence_length` is 512", "max_position_embeddings 256", sequence_length=512)
+
+
+def test_an_output_that_holds_something_else(work):
+    refuse(work, ConfigError, "not empty and holds no run", output="student/..")
+    refuse(work, ConfigError, "text.txt is a file", output="text.txt")
+
+
+def test_a_failure_while_building_removes_the_run_folder(work, monkeypatch):
+    def fail(*_, **__):
+        raise CheckpointError("damaged in the middle")
+
+    monkeypatch.setattr(run_module, "load_weights", fail)
+    refuse(work, CheckpointError, "damaged in the middle")
+
+
+def test_an_existing_empty_output_is_used_and_survives_a_refusal(work, monkeypatch):
+    (work / "new" / "run").mkdir(parents=True)
+    (work / "text.txt").write_text("too short")
+    refuse(work, ConfigError, "windows of sequence_length 16")
+
+
+def test_a_finished_run_is_reported_again_and_not_extended(work):
+    first = run(work)
+    assert run(work) == first
+    with pytest.raises(ConfigError, match="holds a complete run of 2 steps, and `steps` is 3"):
+        run(work, steps=3)
+
+
+def test_heads_that_changed_during_the_run_are_not_exported(work, monkeypatch):
+    import torch
+
+    from torpor.training import loop
+
+    real = loop.run_step
+
+    def damage(job, step):
+        record = real(job, step)
+        with torch.no_grad():
+            parameters = dict(job.chunks[0].module.named_parameters())
+            next(p for name, p in parameters.items() if name.startswith("mtp.")).view(-1)[0] += 1
+        return record
+
+    monkeypatch.setattr(loop, "run_step", damage)
+    with pytest.raises(TorporError, match="changed while asleep"):
+        run(work)
+    assert not (work / "new" / "run" / "export").exists()
+
+
+def test_an_export_that_differs_from_its_source_fails(work, monkeypatch):
+    real = run_module.export_folder
+
+    def damage(checkpoint, source, out, *, mtp):
+        real(checkpoint, source, out, mtp=mtp)
+        file = next(iter(sorted(out.glob("*.safetensors"))))
+        entry = next(
+            entry
+            for name, entry in run_module.open_folder(out).tensors.items()
+            if name.startswith("mtp.") and entry.file == file
+        )
+        content = bytearray(file.read_bytes())
+        content[entry.offset] ^= 1
+        file.write_bytes(content)
+
+    monkeypatch.setattr(run_module, "export_folder", damage)
+    with pytest.raises(TorporError, match="Do not ship this export"):
+        run(work)
+    assert json.loads((work / "new" / "run" / "verify.json").read_text())["ok"] is False
+    assert not (work / "new" / "run" / "summary.json").exists()
