@@ -54,7 +54,7 @@ class DemoSize:
     hidden_size: int = 128
     pattern: str = "M*-EM*-E"
     mtp_pattern: str = "*E"
-    kept: tuple[int, ...] = (0, 1, 2, 7)
+    kept: tuple[int, ...] = (4, 5, 6, 7)
     sequence_length: int = 128
     batch: int = 8
     pretraining_steps: int = 400

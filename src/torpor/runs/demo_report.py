@@ -98,6 +98,11 @@ def build_report(found: Findings) -> RunReport:
             (f"{identical} of {len(found.verified.mtp)}", "MTP tensors byte-identical after training"),
             (f"{count_executions(found.distillation)}", "MTP forwards in training, all ranks, both models"),
             (f"{first:.2f} \u2192 {last:.2f}", "held-out KL to the teacher, nats per token"),
+            (
+                f"{found.before_drafts.rate:.0%} \u2192 {found.after_drafts.rate:.0%}",
+                "of the student's drafts accepted, its head unchanged;"
+                f" the teacher's: {found.teacher_drafts.rate:.0%}",
+            ),
             (f"{asleep.median_ms / awake.median_ms:.2f}\u00d7", "step time, asleep against awake"),
             (
                 f"{asleep.saved_bytes / awake.saved_bytes:.2f}\u00d7",
