@@ -11,7 +11,7 @@ import torch
 from torpor.checkpoints.families import find_family, hybrid_mtp_pattern, hybrid_pattern
 from torpor.errors import ConfigError, UnsupportedModelError
 from torpor.megatron.capabilities import has_transformer_engine
-from torpor.megatron.host import is_cpu_host, prepare_host
+from torpor.megatron.host import prepare_host
 from torpor.megatron.parallel import Layout
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def build_transformer_config(
 
     return TransformerConfig(
         **fields,
-        **_parallel_fields(layout, dtype, has_experts="num_moe_experts" in fields),
+        **_parallel_fields(layout, dtype),
         **_recompute_fields(recompute),
         mtp_num_layers=num_mtp_layers or None,
         normalization="RMSNorm",
@@ -261,6 +261,7 @@ def _translate_nemotron_h(hf_config: Config) -> dict[str, Any]:
                 hf_config, "moe_shared_expert_intermediate_size", 7688
             ),
             "moe_latent_size": hf_config.get("moe_latent_size"),
+            "moe_token_dispatcher_type": "alltoall",
             "moe_grouped_gemm": has_transformer_engine(),
         }
     return fields
@@ -409,14 +410,8 @@ def _check_divides(axis: str, size: int, name: str, count: int) -> None:
         )
 
 
-def _parallel_fields(layout: Layout, dtype: torch.dtype, *, has_experts: bool) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
-    if has_experts:
-        # With experts split both ways the all-to-all dispatcher gathers pieces of different lengths, which
-        # gloo cannot.
-        is_split_twice = layout.tensor > 1 and layout.expert > 1
-        fields["moe_token_dispatcher_type"] = "allgather" if is_cpu_host() and is_split_twice else "alltoall"
-    return fields | {
+def _parallel_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
+    return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "expert_model_parallel_size": layout.expert,
