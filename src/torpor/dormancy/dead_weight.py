@@ -8,6 +8,7 @@ never synchronised and never read; LanguageModule.sharded_state_dict refuses to 
 layer; the model's `state_dict` and `load_state_dict` go on carrying the tensor, so that their keys stay.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class DeadOutputWeight:
         self.weight: torch.nn.Parameter = self.model.output_layer.weight
         self.model.output_layer.weight = None
         self._hooks = [
-            model.register_state_dict_post_hook(self._add_to_state),
+            # torch marks the hook with an attribute, which a bound method cannot take.
+            model.register_state_dict_post_hook(functools.partial(self._add_to_state)),
             model.register_load_state_dict_pre_hook(self._take_from_state),
         ]
 
