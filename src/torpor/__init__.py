@@ -18,6 +18,7 @@ from torpor.errors import (
 
 if TYPE_CHECKING:
     from torpor.dormancy import freeze_mtp as freeze_mtp
+    from torpor.dormancy import pre_wrap_hook as pre_wrap_hook
 
 __version__ = "0.1.0"
 
@@ -30,12 +31,13 @@ __all__ = [
     "TorporError",
     "UnsupportedModelError",
     "freeze_mtp",
+    "pre_wrap_hook",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "freeze_mtp":
-        from torpor.dormancy import freeze_mtp
+    if name in ("freeze_mtp", "pre_wrap_hook"):
+        from torpor import dormancy
 
-        return freeze_mtp
+        return getattr(dormancy, name)
     raise AttributeError(f"module 'torpor' has no attribute {name!r}")

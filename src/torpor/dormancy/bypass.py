@@ -10,13 +10,18 @@ passed by, in every forward and on every pipeline stage, and nothing else may no
   `mtp_num_layers` is None. Its decoder, its routers, `finalize_model_grads` and checkpointing keep the
   original. `mtp_process` is left alone: with it off, a tied last stage would project with its own, never
   synchronised `output_layer.weight` instead of the shared embedding. Where forward has the argument
-  `compute_mtp_loss` (HybridModel after 0.19) it is given as False too; the copy stays, since
-  Model-Optimizer's distillation counts loss calls by that field.
+  `compute_mtp_loss` (HybridModel after 0.19) it is given as False too, whatever the caller gave; the copy
+  stays, since Model-Optimizer's distillation counts loss calls by that field.
 
 A stage that holds the MTP block but not the first embedding has a duplicate of it that nothing reads while
 the heads sleep, unless tied weights make it the output projection. It must go on receiving a gradient: DDP
 reduces a bucket when all its gradients are there, and the first stage waits for this stage's share of the
-embedding's gradient (finalize_model_grads.py). So it is given zeros.
+embedding's gradient (finalize_model_grads.py). So it is given zeros, by the block as it passes through:
+there `compute_mtp_loss` is given as True, or the block would not be reached.
+
+Whether heads sleep is decided once a forward, when it begins. InferenceMode and `awake()` hold for the whole
+process and the config view for the whole model, so one model cannot be in a sleeping forward and in an
+awake or inference one at the same time: the second to begin is refused.
 
 The stand-ins are instances that stand in `module.__dict__["_call_impl"]`, which `torch.nn.Module.__call__`
 looks up on the instance. Unlike an instance-level `forward` this survives wrappers that replace `forward`
@@ -35,7 +40,8 @@ from typing import Any
 
 import torch
 
-from torpor.errors import MTPExecutedError
+from torpor.dormancy.capture import refuse_counting_captures
+from torpor.errors import MTPExecutedError, TorporError, UnsupportedModelError
 
 _LOCK = threading.Lock()
 
@@ -70,42 +76,81 @@ class Switch:
 class DormantLanguageModelCall:
     """Stands in for the `_call_impl` of a language model: every forward reads a config without MTP."""
 
-    def __init__(self, model: torch.nn.Module, switch: Switch) -> None:
+    def __init__(self, model: torch.nn.Module, name: str, switch: Switch) -> None:
         self.model = model
+        self.name = name
         self.switch = switch
-        self.num_running = 0
+        self.num_asleep = 0
+        self.num_awake = 0
         self._config: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; while asleep, under a config without MTP."""
+        """Call the model; while asleep, under a config without MTP.
+
+        Raises:
+            TorporError: if another thread is in a forward of this model that began in the other state.
+            UnsupportedModelError: if something on the output layer counts MTP's calls of it.
+        """
         call = type(self.model)._call_impl
         if not self.switch.is_asleep():
-            return call(self.model, *args, **kwargs)
+            with self._forward_awake():
+                return call(self.model, *args, **kwargs)
+        refuse_counting_captures(self.model, self.name)
         if _takes_compute_mtp_loss(self.model.forward):
-            kwargs["compute_mtp_loss"] = False
-        with self._config_without_mtp():
+            kwargs["compute_mtp_loss"] = bool(self.unread_duplicates())
+        with self._forward_asleep():
             return call(self.model, *args, **kwargs)
 
+    def unread_duplicates(self) -> list[torch.nn.Parameter]:
+        """Return this stage's trainable copies of embedding weights that no sleeping forward reads."""
+        model: Any = self.model
+        if model.pre_process or not model.mtp_process:
+            return []
+        projects = model.post_process and model.share_embeddings_and_output_weights
+        word_embedding = model.embedding.word_embeddings.weight
+        duplicates = (p for p in model.embedding.parameters() if not (projects and p is word_embedding))
+        return [p for p in duplicates if p.requires_grad]
+
     @contextmanager
-    def _config_without_mtp(self) -> Iterator[None]:
+    def _forward_asleep(self) -> Iterator[None]:
         # Counted, so that forwards of one model that overlap in several threads restore the config once.
         # The field is set through __dict__ because a config may mirror attribute writes elsewhere
         # (Megatron-Bridge's distillation provider writes them to the teacher's config, for good).
         attributes = vars(self.model)
         with _LOCK:
-            if self.num_running == 0:
+            self._refuse_beside(self.num_awake, "one that runs its MTP layers, awake or in inference")
+            if self.num_asleep == 0:
                 self._config = attributes["config"]
                 view = copy.copy(self._config)
                 vars(view)["mtp_num_layers"] = None
                 attributes["config"] = view
-            self.num_running += 1
+            self.num_asleep += 1
         try:
             yield
         finally:
             with _LOCK:
-                self.num_running -= 1
-                if self.num_running == 0:
+                self.num_asleep -= 1
+                if self.num_asleep == 0:
                     attributes["config"], self._config = self._config, None
+
+    @contextmanager
+    def _forward_awake(self) -> Iterator[None]:
+        with _LOCK:
+            self._refuse_beside(self.num_asleep, "one with its MTP layers asleep")
+            self.num_awake += 1
+        try:
+            yield
+        finally:
+            with _LOCK:
+                self.num_awake -= 1
+
+    def _refuse_beside(self, num_running: int, which: str) -> None:
+        if num_running:
+            raise TorporError(
+                f"{self.name or type(self.model).__name__} is in another forward, {which}\n"
+                "  Sleeping and waking forwards of one model cannot overlap, since awake() and InferenceMode"
+                " hold for the whole process: let the other thread finish first, or give it its own model."
+            )
 
 
 class PassThroughCall:
@@ -117,26 +162,17 @@ class PassThroughCall:
         self.owner = owner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the hidden states [s, b, h] unchanged while asleep; run the block otherwise."""
-        if not self.owner.switch.is_asleep():
+        """Return the hidden states [s, b, h] unchanged in a sleeping forward; run the block otherwise."""
+        if self.owner.num_asleep == 0:
+            if self.owner.switch.is_asleep():
+                self.owner.switch.refuse_execution(self.name)
             return type(self.mtp)._call_impl(self.mtp, *args, **kwargs)
-        if self.owner.num_running == 0:
-            self.owner.switch.refuse_execution(self.name)
         # MultiTokenPredictionBlock.forward(input_ids, position_ids, hidden_states, ...)
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[2]
-        unread = [weight for weight in self._unread_duplicates() if weight.requires_grad]
+        unread = self.owner.unread_duplicates()
         if unread and torch.is_grad_enabled() and hidden_states.requires_grad:
             return _WithZeroGradients.apply(hidden_states, *unread)
         return hidden_states
-
-    def _unread_duplicates(self) -> list[torch.nn.Parameter]:
-        """Return this stage's copies of embedding weights that no forward reads while MTP sleeps."""
-        model: Any = self.owner.model
-        if model.pre_process:
-            return []
-        projects = model.post_process and model.share_embeddings_and_output_weights
-        word_embedding = model.embedding.word_embeddings.weight
-        return [p for p in model.embedding.parameters() if not (projects and p is word_embedding)]
 
 
 class _WithZeroGradients(torch.autograd.Function):
@@ -180,3 +216,22 @@ class ExecutionGuard:
         """Raise MTPExecutedError while asleep."""
         if self.switch.is_asleep():
             self.switch.refuse_execution(self.name)
+
+
+class RefuseSchedulePlan:
+    """Stands in for a model's `build_schedule_plan`, which runs MTP layers without the model's forward."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to build a plan.
+
+        Raises:
+            UnsupportedModelError: always.
+        """
+        raise UnsupportedModelError(
+            f"{self.name or 'the model'}.build_schedule_plan was called while its MTP layers are asleep: the"
+            " plan (overlapped expert communication) runs them without the model's forward\n"
+            "  Set overlap_moe_expert_parallel_comm to False, or call the handle's remove() first."
+        )

@@ -1,16 +1,19 @@
 """Finds the language models that bear MTP layers inside whatever the user holds, and refuses the rest."""
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torpor.dormancy.capture import refuse_counting_captures
+from torpor.dormancy.contradictions import NEXT_STEP, refuse_contradictions
 from torpor.errors import UnsupportedModelError
 
-_NEXT_STEP = (
-    "Call freeze_mtp on the bare model, after its weights are loaded and before DDP and the optimizer."
-)
+_SUPPORTED = "Supported: Megatron-Core's GPTModel and HybridModel, bare or in a wrapper."
+# What the last part of a module's name looks like that says it is for multi-token prediction.
+_MTP_NAME = re.compile(r"mtp(_|$)")
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ def join(*parts: str) -> str:
 def _sites_in(chunk: torch.nn.Module, chunk_name: str) -> Iterator[LanguageModelSite]:
     # Imported here: on a machine without CUDA the host must be prepared before Megatron-Core is imported,
     # and by the time there is a model to look at, it has been.
+    from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.transformer.multi_token_prediction import (
@@ -93,6 +97,11 @@ def _sites_in(chunk: torch.nn.Module, chunk_name: str) -> Iterator[LanguageModel
     modules = dict(chunk.named_modules())
     for name, module in modules.items():
         if not isinstance(module, GPTModel | HybridModel):
+            if isinstance(module, LanguageModule) and module.config.mtp_num_layers:
+                raise UnsupportedModelError(
+                    f"{join(chunk_name, name) or 'the model'} ({type(module).__name__}) declares"
+                    f" mtp_num_layers={module.config.mtp_num_layers}\n  {_SUPPORTED}"
+                )
             continue
         mtp = module._modules.get("mtp")
         if mtp is not None:
@@ -112,10 +121,10 @@ def _sites_in(chunk: torch.nn.Module, chunk_name: str) -> Iterator[LanguageModel
             )
     for name, module in modules.items():
         is_mtp = isinstance(module, MultiTokenPredictionBlock | MultiTokenPredictionLayer)
-        if (is_mtp or name.split(".")[-1] == "mtp") and module not in claimed:
+        if (is_mtp or _MTP_NAME.match(name.split(".")[-1])) and module not in claimed:
             raise UnsupportedModelError(
-                f"{join(chunk_name, name)} ({type(module).__name__}) is not the `mtp` of a GPTModel or"
-                " HybridModel\n  Supported: Megatron-Core's GPTModel and HybridModel, bare or in a wrapper."
+                f"{join(chunk_name, name) or 'the model'} ({type(module).__name__}) is not the `mtp` of a"
+                f" GPTModel or HybridModel\n  {_SUPPORTED}"
             )
 
 
@@ -127,7 +136,7 @@ def _refuse_wrapped(chunk: torch.nn.Module) -> None:
             where = name or "the model"
             raise UnsupportedModelError(
                 f"{where} is already wrapped in {type(module).__name__}: its buffers hold the MTP"
-                f" parameters\n  {_NEXT_STEP}"
+                f" parameters\n  {NEXT_STEP}"
             )
 
 
@@ -152,26 +161,11 @@ def _refuse_site(model: torch.nn.Module, name: str, mtp: torch.nn.Module | None)
             f"{name} has a pipeline layout that puts MTP on another stage than the loss:"
             f" {config.pipeline_model_parallel_layout}\n  Put the `m` and `L` of the layout on one stage."
         )
+    refuse_counting_captures(model, name)
     if mtp is None:
         _refuse_missing_block(model, name)
-        return
-    frozen = {n for n, p in mtp.named_parameters() if not p.requires_grad}
-    trainable = {n for n, p in mtp.named_parameters() if p.requires_grad}
-    if frozen and trainable:
-        raise UnsupportedModelError(
-            f"{name}.mtp is partly frozen already: {len(frozen)} of {len(frozen | trainable)} parameters,"
-            f" the first {sorted(frozen)[0]}\n  Freeze all of them or none before freeze_mtp."
-        )
-    for n, p in mtp.named_parameters():
-        if hasattr(p, "main_grad") or hasattr(p, "main_param"):
-            raise UnsupportedModelError(
-                f"{name}.mtp.{n} already belongs to a DDP buffer or an optimizer\n  {_NEXT_STEP}"
-            )
-    for n, t in [*mtp.named_parameters(), *mtp.named_buffers()]:
-        if t.is_meta:
-            raise UnsupportedModelError(
-                f"{name}.mtp.{n} is on the meta device: it has no bytes to retain\n  {_NEXT_STEP}"
-            )
+    else:
+        refuse_contradictions(model, mtp, name)
 
 
 def _refuse_missing_block(model: Any, name: str) -> None:

@@ -3,11 +3,19 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from torpor.dormancy.bypass import DormantLanguageModelCall, ExecutionGuard, PassThroughCall, Switch
+from torpor.dormancy.bypass import (
+    DormantLanguageModelCall,
+    ExecutionGuard,
+    PassThroughCall,
+    RefuseSchedulePlan,
+    Switch,
+)
+from torpor.dormancy.casting import ApplyToRetained
 from torpor.dormancy.dead_weight import DeadOutputWeight
 from torpor.dormancy.discovery import LanguageModelSite, as_chunks, find_sites, join
 from torpor.dormancy.fingerprint import sha256_of
@@ -99,7 +107,7 @@ class DormantMTP:
 
     def fingerprint(self) -> dict[str, str]:
         """Return the SHA-256 of the raw bytes of every retained parameter and buffer on this rank."""
-        return {name: sha256_of(tensor) for name, tensor in self._tensors()}
+        return {name: sha256_of(tensor, name) for name, tensor in self._tensors()}
 
     def check(self, optimizer: Any = None) -> DormancyReport:
         """Prove that the MTP layers slept: not executed, not trained, not changed.
@@ -163,8 +171,9 @@ class DormantMTP:
         self._removed = True
         for site in self._sites:
             del vars(site.model)["_call_impl"]
+            vars(site.model).pop("build_schedule_plan", None)
             if site.mtp is not None:
-                del vars(site.mtp)["_call_impl"]
+                del vars(site.mtp)["_call_impl"], vars(site.mtp)["_apply"]
         for hook in self._hooks:
             hook.remove()
         for dead_weight in self._dead_weights:
@@ -175,8 +184,10 @@ class DormantMTP:
             CountLayersThatRan.uninstall()
 
     def _install(self, site: LanguageModelSite) -> None:
-        call = DormantLanguageModelCall(site.model, self._switch)
+        call = DormantLanguageModelCall(site.model, site.name, self._switch)
         vars(site.model)["_call_impl"] = call
+        if hasattr(site.model, "build_schedule_plan"):
+            vars(site.model)["build_schedule_plan"] = RefuseSchedulePlan(site.name)
         if site.mtp is None:
             return
         mtp_name = join(site.name, "mtp")
@@ -185,6 +196,13 @@ class DormantMTP:
             guard = ExecutionGuard(join(mtp_name, name), self._switch)
             self._hooks.append(module.register_forward_pre_hook(guard))
         self._hooks.append(site.mtp.register_load_state_dict_post_hook(self._rebase))
+        vars(site.mtp)["_apply"] = ApplyToRetained(site.mtp, partial(self._follow_cast, mtp_name))
+
+    def _follow_cast(self, mtp_name: str, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Take a parameter that was cast without loss as the baseline, if it was as it should be before."""
+        name = join(mtp_name, name)
+        if self._baseline.get(name) == sha256_of(before, name):
+            self._baseline[name] = sha256_of(after, name)
 
     def _rebase(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
         """Take what was just loaded as the baseline: the usual order is freeze, wrap, load a checkpoint."""

@@ -45,36 +45,41 @@ def _holder(parameter: torch.nn.Parameter) -> str | None:
 
 
 def _held_by(optimizer: Any) -> tuple[set[int], set[int]]:
-    tensors = list(_optimizer_tensors(optimizer))
+    tensors = list(_tensors_in(optimizer, set()))
     return {id(t) for t in tensors}, {_storage(t) for t in tensors} - {0}
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0  # a wrapper subclass such as DTensor has none of its own
 
 
-def _optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield every parameter that an optimizer, or one inside it, knows.
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
+    """Yield every tensor in containers and optimizers, at any depth.
 
-    Megatron's optimizers (megatron/core/optimizer/{optimizer,distrib_optimizer}.py) keep model parameters
-    in `*_groups` lists and in `model_param_gbuf_map`, beside the torch optimizer's own `param_groups`.
+    Besides `param_groups` and `state` Megatron's optimizers (megatron/core/optimizer) keep model parameters
+    in lists of groups, in maps from and to their FP32 and CPU copies, and in optimizers that they drive
+    (ChainedOptimizer, HybridDeviceOptimizer): all attributes are looked through, so that none is missed.
     """
-    if optimizer is None:
+    if isinstance(value, torch.Tensor):
+        yield value
         return
-    if hasattr(optimizer, "chained_optimizers"):
-        # A chain of several refuses `.optimizer`, and has no parameters of its own.
-        for inner in optimizer.chained_optimizers:
-            yield from _optimizer_tensors(inner)
-        return
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        yield from _optimizer_tensors(getattr(optimizer, "optimizer", None))
-    else:
-        for group in optimizer.param_groups:
-            yield from group["params"]
-        yield from (key for key in optimizer.state if isinstance(key, torch.Tensor))
-    yield from getattr(optimizer, "model_param_gbuf_map", ())
-    for name, groups in vars(optimizer).items():
-        if name.endswith("_groups") and name != "param_groups" and isinstance(groups, list):
-            for group in groups:
-                if isinstance(group, list):
-                    yield from (t for t in group if isinstance(t, torch.Tensor))
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = [*value, *value.values()]
+    elif isinstance(value, list | tuple | set):
+        items = value
+    elif _is_optimizer(value):
+        items = vars(value).values()
+    if items and id(value) not in seen:
+        seen.add(id(value))
+        for item in items:
+            yield from _tensors_in(item, seen)
+
+
+def _is_optimizer(value: Any) -> bool:
+    from megatron.core.optimizer.optimizer import MegatronOptimizer
+
+    return isinstance(value, torch.optim.Optimizer | MegatronOptimizer)
