@@ -114,7 +114,7 @@ def _held_by_torch_optimizers(parameters: dict[int, str]) -> Iterator[tuple[str,
                         yield type(candidate).__name__, parameters[id(p)]
 
 
-def _subclasses(kind: type) -> Iterator[type]:
+def _subclasses(kind: type[Any]) -> Iterator[type[Any]]:
     for subclass in kind.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

@@ -17,9 +17,9 @@ import torch
 class DeadOutputWeight:
     """Holds the dead output weight of one language model while it is off the model."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model: Any = model
-        self.weight: torch.nn.Parameter = self.model.output_layer.weight
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.weight: torch.nn.Parameter = model.output_layer.weight
         self.model.output_layer.weight = None
         self._hooks = [
             # torch marks the hook with an attribute, which a bound method cannot take.

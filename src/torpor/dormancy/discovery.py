@@ -27,7 +27,7 @@ class LanguageModelSite:
     """
 
     name: str
-    model: torch.nn.Module
+    model: Any
     mtp: torch.nn.Module | None
 
 

@@ -21,7 +21,8 @@ class CountLayersThatRan:
         """Count the MoE layers without those of MTP."""
         from megatron.core.transformer.moe.moe_logging import MoEMetricsTracker
 
-        return MoEMetricsTracker._count_moe_layers(num_layers, moe_layer_freq, None)
+        count: int = MoEMetricsTracker._count_moe_layers(num_layers, moe_layer_freq, None)
+        return count
 
     @classmethod
     def install(cls) -> None:
@@ -34,9 +35,8 @@ class CountLayersThatRan:
         """Take back one `install`."""
         attributes = _tracker_attributes()
         installed = attributes.get("_count_moe_layers")
-        if (
-            installed is not None
-        ):  # else the tracker was replaced meanwhile, and the new one counts as upstream
+        # None where the tracker was replaced meanwhile: the new one counts as upstream does.
+        if installed is not None:
             installed.num_handles -= 1
             if installed.num_handles == 0:
                 del attributes["_count_moe_layers"]
@@ -45,4 +45,5 @@ class CountLayersThatRan:
 def _tracker_attributes() -> dict[str, Any]:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-    return vars(get_moe_metrics_tracker())
+    attributes: dict[str, Any] = vars(get_moe_metrics_tracker())
+    return attributes
