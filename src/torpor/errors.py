@@ -2,7 +2,13 @@
 
 
 class TorporError(Exception):
-    """Base class of every error that Torpor raises on purpose."""
+    """Base class of every error that Torpor raises on purpose.
+
+    Attributes:
+        is_on_every_rank: Whether every rank of the job raises this very error, so that one can tell it.
+    """
+
+    is_on_every_rank = False
 
 
 class ConfigError(TorporError, ValueError):

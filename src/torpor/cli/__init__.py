@@ -42,11 +42,14 @@ class TorporGroup(TyperGroup):
 def report_error(error: TorporError) -> None:
     """Write an error to stderr once, however many ranks met it.
 
-    Rank 0 speaks at once. The others hold back first: where rank 0 has failed too, the launcher ends
-    them meanwhile; where it has not, theirs is the only account of what happened.
+    Rank 0 speaks at once. The others leave it to rank 0 where all ranks are known to have failed alike. If
+    not, they hold back first: where rank 0 has failed too, the launcher ends them meanwhile; where it has
+    not, theirs is the only account of what happened.
     """
     rank = int(os.environ.get("RANK", "0"))
     prefix = ""
+    if rank and error.is_on_every_rank:
+        return
     if rank:
         time.sleep(OTHER_RANKS_WAIT_S)
         prefix = f"rank {rank}: "

@@ -70,8 +70,11 @@ def _summary(result: "DistillResult") -> str:
         lines.append(
             f"  median step               {result.step_ms:,.0f} ms, {result.tokens_per_s:,.0f} tokens/s"
         )
-    lines.append(f"  trunk tensors changed     {result.trunk_changed}")
-    lines.append(f"  MTP tensors identical     {result.mtp_tensors}")
+    if result.mtp_tensors is not None:
+        lines.append(f"  trunk tensors changed     {result.trunk_changed}")
+        lines.append(f"  MTP tensors identical     {result.mtp_tensors}")
+    else:
+        lines.append("  The student has no MTP layers to verify.")
     if result.frozen:
         lines.append(f"  MTP forwards in training  {result.mtp_executions}")
     else:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torpor.checkpoints.families import check_heads, find_family
+from torpor.checkpoints.families import check_heads, count_mtp_layers, find_family
 from torpor.checkpoints.folder import Folder, open_folder
 from torpor.checkpoints.verify import VerifyResult, verify_folders
 from torpor.errors import ConfigError, MTPChangedError, TorporError
@@ -79,8 +79,8 @@ class DistillResult:
         memory_bytes: peak of rank 0.
         frozen: whether the MTP layers slept.
         mtp_executions: MTP forwards outside inference, over all ranks and both models.
-        mtp_tensors: MTP tensors of the export that are byte for byte the source's.
-        trunk_changed: trunk tensors of the export that differ from the source's.
+        mtp_tensors: MTP tensors of the export that are byte for byte the source's; None without a comparison.
+        trunk_changed: trunk tensors of the export that differ from the source's; None without a comparison.
     """
 
     output: Path
@@ -156,7 +156,7 @@ def distill(config: DistillConfig) -> DistillResult:
         folder.keep()
         outcome = _train(config, run, steps, fingerprint)
         if outcome.signal_number and outcome.step < steps:
-            return ranks.from_rank_0(lambda: _result(config, run, outcome, None, None))
+            return ranks.from_rank_0(lambda: _result(config, run, outcome, export=None))
         dormancy = _prove(config, run, ranks)
         verified = ranks.from_rank_0(lambda: _export(config, inputs))
         return ranks.from_rank_0(lambda: _finish(config, run, outcome, dormancy, verified))
@@ -253,28 +253,56 @@ class _Ranks:
         result: list[Any] = [None, None]
         original: Exception | None = None
         if self.rank == 0:
-            try:
-                result[0] = action()
-            except TorporError as error:
-                result[1], original = (type(error), str(error)), error
-            except Exception as error:
-                result[1], original = (TorporError, f"rank 0 failed: {type(error).__name__}: {error}"), error
+            result[0], original = _attempt(action)
+            result[1] = _carried(original, 0)
         if self.size > 1:
             torch.distributed.broadcast_object_list(result, src=0, group=self._group)
-        if original is not None:
-            raise original
-        if result[1] is not None:
-            kind, message = result[1]
-            raise kind(message)
+        _raise_alike(original, result[1])
         return result[0]
 
-    def gather[T](self, value: T) -> list[T]:
-        """The values of all ranks, on every rank."""
-        if self.size == 1:
-            return [value]
-        values: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(values, value, group=self._group)
-        return values
+    def gather[T](self, action: Callable[[], T]) -> list[T]:
+        """Run `action` on every rank and return all results; the first rank's error is raised on every rank.
+
+        Args:
+            action: something without collective calls, which a rank that fails would leave the others in.
+        """
+        result, original = _attempt(action)
+        mine = (result, _carried(original, self.rank))
+        everyone: list[Any] = [mine]
+        if self.size > 1:
+            everyone = [None] * self.size
+            torch.distributed.all_gather_object(everyone, mine, group=self._group)
+        for rank, (_, error) in enumerate(everyone):
+            if error is not None:
+                _raise_alike(original if rank == self.rank else None, error)
+        return [value for value, _ in everyone]
+
+
+def _attempt[T](action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:
+        return None, error
+
+
+def _carried(error: Exception | None, rank: int) -> tuple[type[TorporError], str] | None:
+    """An error in a form that other ranks can raise too."""
+    if error is None:
+        return None
+    if isinstance(error, TorporError):
+        return type(error), str(error)
+    return TorporError, f"rank {rank} failed: {type(error).__name__}: {error}"
+
+
+def _raise_alike(original: Exception | None, carried: tuple[type[TorporError], str] | None) -> None:
+    """Raise an error that every rank raises now, in its original form where it comes from."""
+    if carried is None:
+        return
+    kind, message = carried
+    error = original if original is not None else kind(message)
+    if isinstance(error, TorporError):
+        error.is_on_every_rank = True
+    raise error
 
 
 @contextmanager
@@ -349,8 +377,7 @@ class _Run:
     """A run that is ready for its next step."""
 
     job: "Job"
-    student_mtp: "DormantMTP | None"
-    teacher_mtp: "DormantMTP | None"
+    asleep: "dict[str, DormantMTP]"  # by role; a model without MTP layers has no handle
     start_step: int
 
 
@@ -426,8 +453,11 @@ def _build(
     # Nothing of the teacher is kept for backward, so there is nothing to recompute.
     teacher = build_model(inputs.teacher.config, inputs.layout, dtype)
     load_weights(teacher, inputs.teacher)
-    student_mtp = freeze_mtp(student) if config.freeze_mtp else None
-    teacher_mtp = freeze_mtp(teacher) if config.freeze_mtp else None
+    asleep = {
+        role: freeze_mtp(chunks)
+        for role, chunks in (("student", student), ("teacher", teacher))
+        if config.freeze_mtp and chunks[0].config.mtp_num_layers
+    }
     model = build_distillation_model(student[0], teacher[0], temperature=config.temperature)
     job = prepare_job(
         [model],
@@ -439,22 +469,27 @@ def _build(
             model, sequence_length=config.sequence_length, micro_batch_size=config.micro_batch_size
         ),
     )
-    run = _Run(job, student_mtp, teacher_mtp, start_step=0)
+    run = _Run(job, asleep, start_step=0)
     if inputs.latest is not None:
         run.start_step = _resume(inputs.latest, run, fingerprint)
+    if run.start_step > steps:
+        raise ConfigError(
+            f"{inputs.latest} is {run.start_step} steps into the run, and the run has {steps}\n"
+            "  Give more steps, or a new output folder."
+        )
     return run
 
 
 def _resume(latest: Path, run: _Run, fingerprint: dict[str, Any]) -> int:
-    asleep = run.student_mtp.fingerprint() if run.student_mtp else {}
+    handle = run.asleep.get("student")
+    source = handle.fingerprint() if handle else {}
     state = checkpointing.load_checkpoint(latest, run.job.chunks, run.job.optimizer, fingerprint=fingerprint)
-    now = run.student_mtp.fingerprint() if run.student_mtp else {}
     # Loading makes a new baseline; the proof is against the source, so the two must agree.
-    for name, digest in now.items():
-        if digest != asleep[name]:
+    for name, digest in (handle.fingerprint() if handle else {}).items():
+        if digest != source[name]:
             raise MTPChangedError(
                 f"{name} in {latest} differs from the student's folder\n"
-                f"  folder sha256 {asleep[name]}   checkpoint sha256 {digest}\n"
+                f"  folder sha256 {source[name]}   checkpoint sha256 {digest}\n"
                 "  The checkpoint or the folder was changed; start again in a new output folder."
             )
     run.job.scheduler.step(state.step)
@@ -488,6 +523,10 @@ def _train(config: DistillConfig, run: _Run, steps: int, fingerprint: dict[str, 
             is_speaker=parallel.global_rank() == 0,
         ) as log,
     ):
+        if config.freeze_mtp:
+            for role in ("student", "teacher"):
+                if role not in run.asleep:
+                    log.say(f"the {role} has no MTP layers: there is nothing to put to sleep")
         if run.start_step:
             log.say(f"continuing after step {run.start_step}")
         outcome = train(
@@ -506,28 +545,29 @@ def _train(config: DistillConfig, run: _Run, steps: int, fingerprint: dict[str, 
 
 def _prove(config: DistillConfig, run: _Run, ranks: _Ranks) -> list[dict[str, Any]] | None:
     """Check on every rank that the MTP layers slept; the reports of all ranks, None for an awake run."""
-    if run.student_mtp is None or run.teacher_mtp is None:
+    if not config.freeze_mtp:
         return None
-    reports = {
-        "student": run.student_mtp.check(run.job.optimizer).to_json(),
-        "teacher": run.teacher_mtp.check(run.job.optimizer).to_json(),
-    }
-    everyone = ranks.gather(reports)
+    everyone = ranks.gather(
+        lambda: {role: handle.check(run.job.optimizer).to_json() for role, handle in run.asleep.items()}
+    )
     if ranks.rank == 0:
         _write_json(
             config.output / "dormancy.json",
-            {"ranks": [{"rank": rank, **report} for rank, report in enumerate(everyone)]},
+            {"ranks": [{"rank": rank, **reports} for rank, reports in enumerate(everyone)]},
         )
     return everyone
 
 
-def _export(config: DistillConfig, inputs: _Inputs) -> VerifyResult:
+def _export(config: DistillConfig, inputs: _Inputs) -> VerifyResult | None:
+    """Write the export and compare it with the student, if that has MTP layers to be compared."""
     checkpoint = checkpointing.find_latest(config.output / "checkpoints")
     assert checkpoint is not None, "the loop saves after its last step"
     out = config.output / "export"
     # A folder of this name is whole, because a rename put it there: an earlier part of the run got that far.
     if not out.exists():
         export_folder(checkpoint, inputs.student, out, mtp="source" if config.freeze_mtp else "live")
+    if not count_mtp_layers(inputs.student).declared:
+        return None
     verified = verify_folders(inputs.student.path, out)
     _write_json(config.output / "verify.json", verified.to_json())
     return verified
@@ -538,10 +578,12 @@ def _finish(
     run: _Run,
     outcome: "Outcome",
     dormancy: list[dict[str, Any]] | None,
-    verified: VerifyResult,
+    verified: VerifyResult | None,
 ) -> DistillResult:
-    result = _result(config, run, outcome, dormancy, verified)
-    if config.freeze_mtp and not verified.ok:
+    result = _result(
+        config, run, outcome, export=config.output / "export", dormancy=dormancy, verified=verified
+    )
+    if config.freeze_mtp and verified is not None and not verified.ok:
         raise MTPChangedError(
             f"{config.output / 'export'} differs from {config.student} where it must not; see "
             f"{config.output / 'verify.json'}\n"
@@ -555,8 +597,10 @@ def _result(
     config: DistillConfig,
     run: _Run,
     outcome: "Outcome",
-    dormancy: list[dict[str, Any]] | None,
-    verified: VerifyResult | None,
+    *,
+    export: Path | None,
+    dormancy: list[dict[str, Any]] | None = None,
+    verified: VerifyResult | None = None,
 ) -> DistillResult:
     records = read_metrics(config.output / "metrics.jsonl")
     done = [record for record in records if record["kind"] == "step"]
@@ -565,10 +609,10 @@ def _result(
     checks = verified.to_json() if verified else None
     return DistillResult(
         output=config.output,
-        export=config.output / "export" if verified else None,
+        export=export,
         steps=outcome.step,
         resumed_from=run.start_step,
-        signal_number=outcome.signal_number if verified is None else None,
+        signal_number=outcome.signal_number if export is None else None,
         first_loss=done[0]["loss"] if done else None,
         last_loss=done[-1]["loss"] if done else None,
         held_out={
@@ -581,8 +625,8 @@ def _result(
         memory_bytes=max(r["memory_bytes"] for r in recent) if recent else None,
         frozen=config.freeze_mtp,
         mtp_executions=(
-            sum(report[role]["executions"] for report in dormancy for role in ("student", "teacher"))
-            if dormancy
+            sum(report["executions"] for reports in dormancy for report in reports.values())
+            if dormancy is not None
             else None
         ),
         mtp_tensors=checks["mtp"]["identical"] if checks else None,

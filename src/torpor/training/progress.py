@@ -239,7 +239,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def _drop_later_records(path: Path, start_step: int) -> None:
     if not path.exists():
         return
-    kept = [record for record in read_metrics(path) if record["step"] <= start_step]
+    # A run that starts from nothing is evaluated at step 0 again.
+    kept = [record for record in read_metrics(path) if record["step"] <= start_step] if start_step else []
     aside = path.with_suffix(".partial")
     aside.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
     aside.replace(path)

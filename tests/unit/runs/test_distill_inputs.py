@@ -162,6 +162,19 @@ def test_a_finished_run_is_reported_again_and_not_extended(work):
         run(work, steps=3)
 
 
+@pytest.mark.parametrize("headless", [["teacher"], ["teacher", "student"]])
+def test_a_model_without_heads_has_nothing_to_put_to_sleep(work, capsys, headless):
+    for name in headless:
+        shutil.rmtree(work / name)
+        tiny.write_nemotron_h(work / name, seed=3, num_mtp=0)
+    result = run(work)
+    assert (result.mtp_executions, result.frozen) == (0, True)
+    assert (result.mtp_tensors is None) is ("student" in headless)
+    shown = capsys.readouterr().err
+    for name in ("teacher", "student"):
+        assert (f"the {name} has no MTP layers" in shown) is (name in headless)
+
+
 def test_heads_that_changed_during_the_run_are_not_exported(work, monkeypatch):
     import torch
 
