@@ -20,6 +20,8 @@ class Kind:
     moe: bool = False
     tied: bool = False
     depths: int = 1
+    repeated: bool = False
+    positions: str = "rope"  # of a GPTModel
 
     def __str__(self) -> str:
         return self.name
@@ -29,13 +31,18 @@ GPT = Kind("gpt")
 GPT_TIED = Kind("gpt-tied", tied=True)
 GPT_MOE = Kind("gpt-moe", moe=True)
 GPT_TWO_DEPTHS = Kind("gpt-two-depths", depths=2)
+GPT_REPEATED = Kind("gpt-repeated", depths=2, repeated=True)
+GPT_LEARNED = Kind("gpt-learned", positions="learned_absolute")
 HYBRID = Kind("hybrid", pattern="M*-M")
 HYBRID_TIED = Kind("hybrid-tied", pattern="M*-M", tied=True)
 HYBRID_MOE = Kind("hybrid-moe", pattern="M*EM", mtp_pattern="*E", moe=True, depths=2)
+HYBRID_MAMBA_MTP = Kind("hybrid-mamba-mtp", pattern="M*-M", mtp_pattern="M-")
 KINDS = [GPT, GPT_TIED, GPT_MOE, GPT_TWO_DEPTHS, HYBRID, HYBRID_TIED, HYBRID_MOE]
 
 
-def build(kind: Kind, *, mtp: bool = True, seed: int = 1, **overrides: Any) -> torch.nn.Module:
+def build(
+    kind: Kind, *, mtp: bool = True, seed: int = 1, vp_stage: int | None = None, **overrides: Any
+) -> torch.nn.Module:
     """Build this rank's stage of the model, seeded; `overrides` go into its TransformerConfig."""
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -48,8 +55,9 @@ def build(kind: Kind, *, mtp: bool = True, seed: int = 1, **overrides: Any) -> t
     model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = _config(kind, mtp, overrides)
     stage = {
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
+        "pre_process": parallel_state.is_pipeline_first_stage(vp_stage is None, vp_stage),
+        "post_process": parallel_state.is_pipeline_last_stage(vp_stage is None, vp_stage),
+        "vp_stage": vp_stage,
         "share_embeddings_and_output_weights": kind.tied,
         "vocab_size": VOCAB,
         "max_sequence_length": 2 * SEQUENCE,
@@ -59,11 +67,11 @@ def build(kind: Kind, *, mtp: bool = True, seed: int = 1, **overrides: Any) -> t
         return HybridModel(config, hybrid_stack_spec(config), hybrid_layer_pattern=pattern, **stage).to(
             _device()
         )
-    spec = gpt_layer_spec(config)
-    mtp_spec = gpt_mtp_block_spec(config) if mtp else None
-    return GPTModel(config, spec, position_embedding_type="rope", mtp_block_spec=mtp_spec, **stage).to(
-        _device()
-    )
+    spec = gpt_layer_spec(config, vp_stage)
+    mtp_spec = gpt_mtp_block_spec(config, vp_stage) if mtp else None
+    return GPTModel(
+        config, spec, position_embedding_type=kind.positions, mtp_block_spec=mtp_spec, **stage
+    ).to(_device())
 
 
 def build_pair(kind: Kind, *, seed: int = 1, **overrides: Any) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -123,7 +131,7 @@ def _config(kind: Kind, mtp: bool, overrides: dict[str, Any]) -> Any:
     from megatron.core.transformer import TransformerConfig
 
     fields: dict[str, Any] = {
-        "num_layers": len(kind.pattern) if kind.pattern else 2,
+        "num_layers": len(kind.pattern.replace("|", "")) if kind.pattern else 2,
         "hidden_size": 32,
         "num_attention_heads": 4,
         "num_query_groups": 2,
@@ -141,6 +149,7 @@ def _config(kind: Kind, mtp: bool, overrides: dict[str, Any]) -> Any:
         "hidden_dropout": 0.0,
         "use_cpu_initialization": not torch.cuda.is_available(),
         "mtp_num_layers": kind.depths if mtp else None,
+        "mtp_use_repeated_layer": mtp and kind.repeated,
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
         "pipeline_dtype": overrides.get("params_dtype", torch.float32),

@@ -9,6 +9,7 @@ import torch
 
 from torpor.dormancy.capture import refuse_counting_captures
 from torpor.dormancy.contradictions import NEXT_STEP, refuse_contradictions
+from torpor.dormancy.pipeline_stages import refuse_stages
 from torpor.errors import UnsupportedModelError
 
 _SUPPORTED = "Supported: Megatron-Core's GPTModel and HybridModel, bare or in a wrapper."
@@ -156,11 +157,7 @@ def _refuse_site(model: torch.nn.Module, name: str, mtp: torch.nn.Module | None)
             f"{name} has config.overlap_moe_expert_parallel_comm=True: its schedule plan runs MTP layers"
             " without the model's forward\n  Set it to False."
         )
-    if getattr(config, "mtp_standalone", False):
-        raise UnsupportedModelError(
-            f"{name} has a pipeline layout that puts MTP on another stage than the loss:"
-            f" {config.pipeline_model_parallel_layout}\n  Put the `m` and `L` of the layout on one stage."
-        )
+    refuse_stages(model, name)
     refuse_counting_captures(model, name)
     if mtp is None:
         _refuse_missing_block(model, name)
