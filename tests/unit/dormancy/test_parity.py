@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from parity import FULL_RECOMPUTE, run
 from tiny_models import (
     GPT,
     GPT_TIED,
@@ -22,28 +23,7 @@ from torpor import freeze_mtp
 
 pytestmark = pytest.mark.usefixtures("megatron_rank")
 
-FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 RECOMPUTE = pytest.mark.parametrize("recompute", [{}, FULL_RECOMPUTE], ids=["no-recompute", "full-recompute"])
-
-
-@pytest.fixture(autouse=True)
-def _empty_mtp_metrics(megatron_rank):
-    """Megatron keeps the MTP losses of all models in one place, sized by the first that ran its heads."""
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    MTPLossLoggingHelper.tracker.clear()
-
-
-def run(model, *, labels=True, **changes):
-    """One forward and backward; returns the output and the gradients."""
-    inputs = batch() | changes
-    if not labels:
-        inputs["labels"] = None
-    output = model(**inputs)
-    (
-        output.float() * torch.linspace(0.5, 1.5, output.numel(), device=output.device).view_as(output)
-    ).sum().backward()
-    return output, gradients(model)
 
 
 @RECOMPUTE
@@ -65,8 +45,8 @@ def test_dormancy_does_not_depend_on_labels_or_mode(kind, training):
     """Without labels upstream derives them from the inputs and trains MTP all the same."""
     dormant, reference = build_pair(kind)
     freeze_mtp(dormant)
-    output, grads = run(dormant.train(training), labels=False)
-    expected, expected_grads = run(reference.train(training), labels=False)
+    output, grads = run(dormant.train(training), labels=None)
+    expected, expected_grads = run(reference.train(training), labels=None)
     assert output.shape[1] == SEQUENCE
     assert same_bytes(output, expected)
     assert differing(grads, expected_grads) == []
@@ -124,8 +104,8 @@ class TestWrongBypasses:
         skipping.mtp.forward = lambda *args, hidden_states, **kwargs: hidden_states
         ids, positions = batch()["input_ids"], batch()["position_ids"]
         embedded = reference.embedding(ids, positions).detach()
-        output, _ = run(skipping, labels=False, input_ids=None, decoder_input=embedded)
-        expected, _ = run(reference, labels=False, input_ids=None, decoder_input=embedded)
+        output, _ = run(skipping, labels=None, input_ids=None, decoder_input=embedded)
+        expected, _ = run(reference, labels=None, input_ids=None, decoder_input=embedded)
         assert output.shape[1] == SEQUENCE // 2
         assert expected.shape[1] == SEQUENCE
 
