@@ -81,7 +81,7 @@ def test_refused_input(source, tmp_path):
         ((source, export), "truncated"),
         ((source, tmp_path / "nope"), "does not exist"),
         ((tmp_path / "nope", source), "does not exist"),
-        ((other, other), "'llama'; supported are"),
+        ((other, other), "'llama'; known are"),
         ((source,), "Missing argument"),
         ((source, source, "--unknown"), "No such option"),
     ):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torpor.checkpoints.families import Family, MTPLayerCount, count_mtp_layers, find_family
+from torpor.checkpoints.families import MTPLayerCount, count_mtp_layers, family_of
+from torpor.checkpoints.family import Family
 from torpor.checkpoints.folder import Folder, open_folder
 from torpor.checkpoints.header import TensorEntry
 from torpor.errors import CheckpointError
@@ -129,12 +130,12 @@ def verify_folders(source: str | Path, export: str | Path, progress: Progress | 
         UnsupportedModelError: A family we do not know.
     """
     source_folder, export_folder = open_folder(source), open_folder(export)
-    family = find_family(source_folder.config)
-    exported = export_folder.config.get("model_type")
-    if exported != family.name:
+    family = family_of(source_folder)
+    exported = family_of(export_folder)
+    if exported is not family:
         raise CheckpointError(
-            f"{export_folder.path} has model_type {exported!r},"
-            f" its source {source_folder.path} {family.name!r}\n"
+            f"{export_folder.path} is a {exported.name!r},"
+            f" its source {source_folder.path} a {family.name!r}\n"
             "  One of the two folders is not the one that was meant."
         )
     return compare_folders(source_folder, export_folder, family, progress)
@@ -236,5 +237,5 @@ def _are_equal(one: Folder, one_name: str, other: Folder, other_name: str) -> bo
     return all(bytearray(a) == b for a, b in pieces)
 
 
-def _count_json(count: MTPLayerCount) -> dict[str, int]:
+def _count_json(count: MTPLayerCount) -> dict[str, int | None]:
     return {"declared": count.declared, "physical": count.physical, "written": count.written}

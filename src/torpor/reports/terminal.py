@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from rich.table import Table
 from rich.text import Text
 
-from torpor.checkpoints.families import DECLARED_FIELD, MTPLayerCount
+from torpor.checkpoints.families import MTPLayerCount
 from torpor.checkpoints.header import TensorEntry
 from torpor.checkpoints.verify import State, VerifyResult
 
@@ -134,10 +134,10 @@ def _problems(result: VerifyResult) -> Iterator[tuple[str, str, str, str]]:
             yield name, f"trunk, {word}", "", ""
     for where, count in (("source", result.source_count), ("export", result.export_count)):
         if not count.agree:
-            yield f"{DECLARED_FIELD} of the {where}", "disagrees with its tensors", "", ""
+            yield f"{count.field} of the {where}", "disagrees with its tensors", "", ""
     if result.source_count.declared != result.export_count.declared:
         declared = (str(result.source_count.declared), str(result.export_count.declared))
-        yield (DECLARED_FIELD, "config.json has changed", *declared)
+        yield result.source_count.field, "config.json has changed", *declared
 
 
 def _describe_tensor(entry: TensorEntry | None, sha256: str | None) -> str:
@@ -147,4 +147,5 @@ def _describe_tensor(entry: TensorEntry | None, sha256: str | None) -> str:
 
 
 def _describe(count: MTPLayerCount) -> str:
-    return f"{count.declared} declared, {count.physical} exist, {count.written} complete"
+    declared = "not declared" if count.declared is None else f"{count.declared} declared"
+    return f"{declared}, {count.physical} exist, {count.written} complete"

@@ -11,9 +11,9 @@ import tiny
 from raw_folders import write_folder
 from sabotage import drop, flip_bit, rename, reshape, retype, write_changed
 from torpor.checkpoints import folder as folder_module
-from torpor.checkpoints.families import Family, MiMo
+from torpor.checkpoints.families import family_of
+from torpor.checkpoints.family import Family
 from torpor.checkpoints.folder import open_folder
-from torpor.checkpoints.name_map import Entry
 from torpor.checkpoints.verify import compare_folders, verify_folders
 from torpor.errors import CheckpointError, UnsupportedModelError
 
@@ -196,35 +196,24 @@ def test_unknown_family(tmp_path):
         verify_folders(folder, folder)
 
 
-class Copying(Family):
-    """A family that writes the embedding once more into its MTP layer, beside a tensor that only looks so."""
+EMBED = "model.embed_tokens.weight"
 
-    name = "copying"
-
-    def is_mtp(self, name, config):
-        return name.startswith("mtp.")
-
-    def mtp_depths(self, names, config):
-        return {0} if any(self.is_mtp(name, config) for name in names) else set()
-
-    def trunk_entries(self, config):
-        yield Entry(("e",), ("embed",), ((4,),))
-
-    def mtp_entries(self, config, depth):
-        names = ("mtp.embed", "mtp.head", "mtp.norm")
-        yield Entry(tuple(f"mtp.layers.0.{n}" for n in names), names, ((4,),) * 3)
-
-    def copy_candidates(self, names, config):
-        return [("mtp.embed", "embed"), ("mtp.head", "embed"), ("mtp.gone", "embed")]
+# A family that writes the embedding once more into its MTP layer, beside a tensor that only looks so.
+COPYING = Family(
+    ("copying",),
+    mark="mtp.",
+    layer="mtp.layers.{depth}.",
+    shared=("mtp.embed", "mtp.head", "mtp.norm"),
+    copies=(("mtp.embed", "embedding"), ("mtp.head", "output"), ("mtp.gone", "embedding")),
+)
 
 
 @pytest.fixture
 def compare(tmp_path, monkeypatch):
     """A function that compares a copying family's source with an export of these tensors."""
-    family = Copying()
-    monkeypatch.setattr("torpor.checkpoints.families.FAMILIES", (family,))
+    monkeypatch.setattr("torpor.checkpoints.families.FAMILIES", (COPYING,))
     config = '{"model_type": "copying", "num_nextn_predict_layers": 1}'
-    source = {"embed": b"1111", "mtp.embed": b"1111", "mtp.head": b"2222", "mtp.norm": b"3333"}
+    source = {EMBED: b"1111", "mtp.embed": b"1111", "mtp.head": b"2222", "mtp.norm": b"3333"}
 
     def write(name, tensors):
         typed = {key: ("U8", [4], data) for key, data in tensors.items()}
@@ -232,8 +221,11 @@ def compare(tmp_path, monkeypatch):
 
     return lambda **changes: compare_folders(
         write("source", source),
-        write("export", source | {key.replace("_", "."): data for key, data in changes.items()}),
-        family,
+        write(
+            "export",
+            source | {(key.replace("_", ".") if "_" in key else EMBED): changes[key] for key in changes},
+        ),
+        COPYING,
     ).to_json()
 
 
@@ -265,7 +257,7 @@ def test_known_families_write_no_copies(nemotron_h, mimo):
     """Neither of the two lists a candidate."""
     for path in (nemotron_h, mimo):
         folder = open_folder(path)
-        assert not MiMo().copy_candidates(folder.tensors, folder.config)
+        assert not family_of(folder).copy_candidates(folder.tensors, folder.config)
 
 
 def test_memory_is_bounded(tmp_path, monkeypatch):
