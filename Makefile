@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 PYTHON ?=
 ARGS ?=
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-matrix lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -15,6 +15,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(ARGS)
+
+# Every model at every layout; `make test` runs a part in which every pair of choices meets.
+test-matrix: $(STAMP)
+	$(BIN)/python -m pytest tests/matrix -m "matrix or not matrix" $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

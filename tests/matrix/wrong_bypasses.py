@@ -1,0 +1,48 @@
+"""Two ways to skip MTP that look right and are not: the matrix has to catch both.
+
+With either the loss falls, the copies of a shared embedding stay equal and the cross-entropy is close. With
+tied weights on several stages the last one projects with a random weight of its own all the same.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+
+def flip_mtp_process(chunks: Sequence[torch.nn.Module]) -> None:
+    """Freeze, and turn `mtp_process` off in every forward, under a copy of the config without MTP layers."""
+
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = model.mtp_process, model.config
+        model.mtp_process, model.config = False, copy.copy(model.config)
+        model.config.mtp_num_layers = None
+        try:
+            return type(model).forward(model, *args, **kwargs)
+        finally:
+            model.mtp_process, model.config = kept
+
+    _freeze_and_wrap(chunks, forward)
+
+
+def edit_config_in_place(chunks: Sequence[torch.nn.Module]) -> None:
+    """Freeze, and in every forward turn `mtp_process` off and take the layers out of the config itself."""
+
+    def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = model.mtp_process, model.config.mtp_num_layers
+        model.mtp_process, model.config.mtp_num_layers = False, None
+        try:
+            return type(model).forward(model, *args, **kwargs)
+        finally:
+            model.mtp_process, model.config.mtp_num_layers = kept
+
+    _freeze_and_wrap(chunks, forward)
+
+
+def _freeze_and_wrap(chunks: Sequence[torch.nn.Module], forward: Any) -> None:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            parameter.requires_grad_(not name.startswith("mtp."))
+        chunk.forward = partial(forward, chunk)
