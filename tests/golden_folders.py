@@ -1,7 +1,7 @@
 """Small folders of every family, written from the manifests in tests/golden.
 
-A manifest is a configuration and the names, dtypes and shapes of a folder's tensors: the trunk's, those of the
-MTP layers, and which of these copy which of those.
+A manifest is a configuration and the names, dtypes and shapes of a folder's tensors: the trunk's, the MTP
+layers', and which of these copy which of those.
 """
 
 import hashlib

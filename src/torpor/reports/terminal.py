@@ -11,12 +11,14 @@ from rich.text import Text
 
 from torpor.checkpoints.families import MTPLayerCount
 from torpor.checkpoints.header import TensorEntry
+from torpor.checkpoints.inspect import Inspection
 from torpor.checkpoints.verify import State, VerifyResult
 
 MTP_PROBLEMS: tuple[State, ...] = ("differing", "missing", "unexpected")
 # Problems that the table spells out before it only counts.
 MAX_PROBLEMS = 20
 SHA256_SHOWN = 12
+MAX_FILES = 4
 # Output that goes to a file or a pipe has no width of its own; the longest names fit into this.
 PLAIN_WIDTH = 160
 PLAIN_PROGRESS_S = 10.0
@@ -72,6 +74,51 @@ def print_verification(result: VerifyResult, console: Console | None = None) -> 
         console.print(f"ok: all {tensors} MTP tensors are byte-identical to their source's", style="green")
     else:
         console.print("FAILED: do not ship this export", style="bold red")
+
+
+def print_inspection(result: Inspection, console: Console | None = None) -> None:
+    """Print what an inspection found.
+
+    Args:
+        result: Its result.
+        console: Where to; stdout where None.
+    """
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(Text(f"{result.path} ({result.family}): {_describe(result.count)}"), soft_wrap=True)
+    table = Table()
+    table.add_column("part")
+    for column in ("tensors", "parameters", "size"):
+        table.add_column(column, justify="right")
+    table.add_column("dtypes")
+    table.add_column("files", overflow="fold")
+    table.add_row("trunk", str(result.trunk_tensors), "", _describe_bytes(result.trunk_bytes))
+    for layer in result.layers:
+        table.add_row(
+            f"MTP layer {layer.depth}",
+            str(layer.tensors),
+            f"{layer.parameters:,}",
+            _describe_bytes(layer.nbytes),
+            ", ".join(f"{number} {dtype}" for dtype, number in layer.dtypes.items()),
+            ", ".join(layer.files[:MAX_FILES])
+            + (f" and {len(layer.files) - MAX_FILES} more" if len(layer.files) > MAX_FILES else ""),
+        )
+    console.print(table)
+    for name, trunk in result.copies:
+        console.print(Text(f"{name} copies {trunk} (by name and shape; verify compares the bytes)"))
+    for consumer, says in result.consumers.items():
+        console.print(Text(f"{consumer}: {says}"), soft_wrap=True)
+    if result.count.missing:
+        console.print("missing:")
+        for name in result.count.missing[:MAX_PROBLEMS]:
+            console.print(Text(f"  {name}"), soft_wrap=True)
+        if len(result.count.missing) > MAX_PROBLEMS:
+            console.print(f"  and {len(result.count.missing) - MAX_PROBLEMS} more; --json lists all")
+    for problem in result.problems:
+        console.print(Text(f"problem: {problem}", style="bold red"), soft_wrap=True)
+    if result.ok:
+        console.print("ok: what config.json declares is there and complete", style="green")
 
 
 @contextmanager
@@ -144,6 +191,12 @@ def _describe_tensor(entry: TensorEntry | None, sha256: str | None) -> str:
     if entry is None or sha256 is None:
         return "-"
     return f"{entry.file.name} {entry.dtype} {list(entry.shape)} {sha256[:SHA256_SHOWN]}"
+
+
+def _describe_bytes(nbytes: int) -> str:
+    unit = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if nbytes >= unit), 1)
+    name = {2**40: "TiB", 2**30: "GiB", 2**20: "MiB", 2**10: "KiB", 1: "B"}[unit]
+    return f"{nbytes} B" if unit == 1 else f"{nbytes / unit:.1f} {name}"
 
 
 def _describe(count: MTPLayerCount) -> str:

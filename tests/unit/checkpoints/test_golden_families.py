@@ -106,7 +106,6 @@ def test_wrapped(name, tmp_path, wrapper):
 
     config = read_manifest(name)["config"]
     folder = open_folder(write_golden(tmp_path / "f", name, change=wrap))
-    wrapped = open_folder(folder.path)
     (folder.path / "config.json").write_text(json.dumps({"model_type": "some_vl", "text_config": config}))
     wrapped = open_folder(folder.path)
     family = family_of(wrapped)
