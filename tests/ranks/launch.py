@@ -58,7 +58,11 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                 if rank.poll() is None:
                     rank.kill()
                 rank.wait()
-        return [pickle.loads((folder / f"result_{rank}.pickle").read_bytes()) for rank in range(world_size)]
+        import torch
+
+        # Not pickle: Megatron-Core makes pickled tensors refer to itself, and would be imported here.
+        results = [folder / f"result_{rank}.pt" for rank in range(world_size)]
+        return [torch.load(path, weights_only=False) for path in results]
 
 
 def _start(folder: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
@@ -155,7 +159,7 @@ def _run_rank(folder: Path) -> None:
         function = import_module(module)
         for part in name.split("."):
             function = getattr(function, part)
-        result = pickle.dumps(function(*pickle.loads(args)))
+        torch.save(function(*pickle.loads(args)), folder / f"result_{rank}.pt")
         torch.distributed.destroy_process_group()
     except BaseException:
         partial = folder / f"error_{rank}.partial"
@@ -163,7 +167,6 @@ def _run_rank(folder: Path) -> None:
         partial.rename(folder / f"error_{rank}.txt")
         # Without waiting for a process group whose other ranks may be stuck in a collective.
         os._exit(1)
-    (folder / f"result_{rank}.pickle").write_bytes(result)
 
 
 if __name__ == "__main__":
