@@ -17,7 +17,8 @@ A stage that holds the MTP block but not the first embedding has a duplicate of 
 the heads sleep, unless tied weights make it the output projection. It must go on receiving a gradient: DDP
 reduces a bucket when all its gradients are there, and the first stage waits for this stage's share of the
 embedding's gradient (finalize_model_grads.py). So it is given zeros, by the block as it passes through:
-there `compute_mtp_loss` is given as True, or the block would not be reached.
+there `compute_mtp_loss` is given as True, or the block would not be reached. The same place waits for the
+copy's weights where overlap_param_gather fetches them, since the embedding's own forward is not called.
 
 Whether heads sleep is decided once a forward, when it begins. InferenceMode and `awake()` hold for the whole
 process and the config view for the whole model, so one model cannot be in a sleeping forward and in an
@@ -97,14 +98,19 @@ class DormantLanguageModelCall:
                 return call(self.model, *args, **kwargs)
         refuse_counting_captures(self.model, self.name)
         if _takes_compute_mtp_loss(self.model.forward):
-            kwargs["compute_mtp_loss"] = bool(self.unread_duplicates())
+            kwargs["compute_mtp_loss"] = self.has_embedding_copy()
         with self._forward_asleep():
             return call(self.model, *args, **kwargs)
+
+    def has_embedding_copy(self) -> bool:
+        """Whether this stage holds MTP, and for it a copy of the first stage's embedding."""
+        model: Any = self.model
+        return bool(model.mtp_process and not model.pre_process)
 
     def unread_duplicates(self) -> list[torch.nn.Parameter]:
         """Return this stage's trainable copies of embedding weights that no sleeping forward reads."""
         model: Any = self.model
-        if model.pre_process or not model.mtp_process:
+        if not self.has_embedding_copy():
             return []
         projects = model.post_process and model.share_embeddings_and_output_weights
         word_embedding = model.embedding.word_embeddings.weight
@@ -169,10 +175,26 @@ class PassThroughCall:
             return type(self.mtp)._call_impl(self.mtp, *args, **kwargs)
         # MultiTokenPredictionBlock.forward(input_ids, position_ids, hidden_states, ...)
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[2]
+        if self.owner.has_embedding_copy():
+            model: Any = self.owner.model
+            _wait_for_gathered_weights(model.embedding)
         unread = self.owner.unread_duplicates()
         if unread and torch.is_grad_enabled() and hidden_states.requires_grad:
             return _WithZeroGradients.apply(hidden_states, *unread)
         return hidden_states
+
+
+def _wait_for_gathered_weights(module: torch.nn.Module) -> None:
+    """Have Megatron's DDP finish gathering a module's weights, as the module's own forward would.
+
+    With overlap_param_gather the distributed optimizer's ranks fetch each other's updated weights by forward
+    pre-hooks (distributed/distributed_data_parallel.py). A tied last stage projects with its copy of the
+    embedding, whose forward only MTP calls: without this it would project with half the step before.
+    """
+    for part in module.modules():
+        for hook in part._forward_pre_hooks.values():
+            if getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel":
+                hook(part)
 
 
 class _WithZeroGradients(torch.autograd.Function):
