@@ -11,7 +11,7 @@ import torch
 from torpor.checkpoints.families import find_family, hybrid_mtp_pattern, hybrid_pattern
 from torpor.errors import ConfigError, UnsupportedModelError
 from torpor.megatron.capabilities import has_transformer_engine
-from torpor.megatron.host import prepare_host
+from torpor.megatron.host import current_device, prepare_host
 from torpor.megatron.parallel import Layout
 
 if TYPE_CHECKING:
@@ -108,7 +108,9 @@ def build_model(
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     _drop_dangling_output_weight(chunk)
-    return [chunk]
+    # Routers are built on the CPU and move in their first forward (transformer/moe/router.py): too late for an
+    # optimizer that is built, or loaded, before that.
+    return [chunk.to(current_device())]
 
 
 def hybrid_layer_pattern(hf_config: Config, pipeline: int = 1, mtp: bool = True) -> str:

@@ -1,0 +1,62 @@
+"""A distillation on a CUDA device: models wholly there, a run that resumes, heads asleep."""
+
+import shutil
+
+import pytest
+import torch
+import yaml
+
+import tiny
+from torpor.checkpoints.folder import open_folder
+from torpor.checkpoints.verify import verify_folders
+from torpor.megatron.models import build_model
+from torpor.megatron.parallel import Layout
+from torpor.runs.distill import distill
+from torpor.training.config import read_distill_config
+
+WRITERS = {"nemotron_h": tiny.write_nemotron_h, "mimo": tiny.write_mimo}
+
+
+def test_every_parameter_and_buffer_is_built_on_the_device(megatron_rank, tmp_path):
+    tiny.write_nemotron_h(tmp_path / "model", tokenizer=False)
+    chunk = build_model(open_folder(tmp_path / "model").config, Layout(), torch.bfloat16)[0]
+    tensors = [*chunk.named_parameters(), *chunk.named_buffers()]
+    assert [name for name, tensor in tensors if tensor.device.type != "cuda"] == []
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["nemotron_h", "mimo"])
+def test_a_run_learns_resumes_and_keeps_its_heads(tmp_path, family, dtype):
+    WRITERS[family](tmp_path / "teacher", seed=1)
+    WRITERS[family](tmp_path / "student", seed=2)
+    (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 200)
+    values = {
+        "teacher": "teacher",
+        "student": "student",
+        "output": "run",
+        "data": "text.txt",
+        "sequence_length": 64,
+        "global_batch_size": 2,
+        "steps": 6,
+        "lr": 5e-3,
+        "dtype": dtype,
+        "save_every": 3,
+        "eval_batches": 1,
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    config = read_distill_config(tmp_path / "run.yaml")
+    whole = distill(config)
+    assert whole.last_loss < whole.first_loss
+    assert whole.mtp_executions == 0
+    assert verify_folders(tmp_path / "student", whole.export).ok
+
+    # What a kill after the first checkpoint leaves.
+    checkpoints = config.output / "checkpoints"
+    shutil.rmtree(checkpoints / "step_00000006")
+    (checkpoints / "latest").write_text("step_00000003\n")
+    shutil.rmtree(config.output / "export")
+    (config.output / "summary.json").unlink()
+    resumed = distill(config)
+    assert resumed.resumed_from == 3
+    # Atomic additions in some CUDA kernels keep this from being exact.
+    assert resumed.last_loss == pytest.approx(whole.last_loss, rel=1e-2)
