@@ -13,6 +13,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from torpor.errors import ConfigError, UnsupportedModelError
+from torpor.megatron.host import current_device
 from torpor.megatron.mamba import GatedGroupNorm, TorchMambaMixer, scan_chunks
 
 
@@ -134,7 +135,7 @@ def build_mixer(heads: int = 4, groups: int = 2, **config) -> TorchMambaMixer:
 class TestMixer:
     def test_equals_the_definition_position_by_position(self) -> None:
         mixer = build_mixer().double()
-        hidden = torch.randn(11, 2, 16, dtype=torch.float64)
+        hidden = torch.randn(11, 2, 16, dtype=torch.float64, device=current_device())
         got, bias = mixer(hidden)
         assert bias is None
 
@@ -155,7 +156,7 @@ class TestMixer:
 
     def test_no_position_sees_a_later_one(self) -> None:
         mixer = build_mixer()
-        hidden = torch.randn(10, 1, 16)
+        hidden = torch.randn(10, 1, 16, device=current_device())
         changed = hidden.clone()
         changed[6:] += 1
         assert torch.equal(mixer(hidden)[0][:6], mixer(changed)[0][:6])
@@ -164,7 +165,7 @@ class TestMixer:
     def test_bf16_model_keeps_decay_in_fp32(self) -> None:
         mixer = build_mixer(params_dtype=torch.bfloat16, bf16=True)
         assert mixer.A_log.dtype == mixer.D.dtype == torch.float32
-        out, _ = mixer(torch.randn(5, 1, 16, dtype=torch.bfloat16))
+        out, _ = mixer(torch.randn(5, 1, 16, dtype=torch.bfloat16, device=current_device()))
         assert out.dtype == torch.bfloat16
 
     def test_starts_with_the_published_ranges(self) -> None:
@@ -174,16 +175,16 @@ class TestMixer:
         assert steps.max() <= 0.101
         assert decays.min() >= 0.99
         assert decays.max() <= 16.1
-        assert torch.equal(mixer.D, torch.ones(64))
+        assert torch.equal(mixer.D, torch.ones(64, device=current_device()))
 
     def test_refuses_packed_sequences(self) -> None:
         packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 8]))
         with pytest.raises(UnsupportedModelError, match="Mamba layer 3: packed sequences"):
-            build_mixer()(torch.randn(8, 1, 16), packed_seq_params=packed)
+            build_mixer()(torch.randn(8, 1, 16, device=current_device()), packed_seq_params=packed)
 
     def test_refuses_an_inference_cache(self) -> None:
         with pytest.raises(UnsupportedModelError, match="Mamba layer 3: an inference cache"):
-            build_mixer()(torch.randn(8, 1, 16), inference_context=object())
+            build_mixer()(torch.randn(8, 1, 16, device=current_device()), inference_context=object())
 
     def test_refuses_groups_that_do_not_divide_the_heads(self) -> None:
         with pytest.raises(ConfigError, match="4 heads, 3 groups; tensor parallel size 1"):

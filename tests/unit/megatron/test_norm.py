@@ -5,6 +5,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from torpor.errors import UnsupportedModelError
+from torpor.megatron.host import current_device
 from torpor.megatron.norm import LocalNorm
 
 
@@ -14,17 +15,18 @@ def make_config(**fields) -> TransformerConfig:
 
 def test_rms_norm_follows_its_definition() -> None:
     norm = LocalNorm(make_config(normalization="RMSNorm"), hidden_size=8, eps=1e-3)
+    scale = torch.arange(8.0, device=current_device())
     with torch.no_grad():
-        norm.weight.copy_(torch.arange(8.0))
-    x = torch.randn(3, 2, 8)
-    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * torch.arange(8.0)
+        norm.weight.copy_(scale)
+    x = torch.randn(3, 2, 8, device=current_device())
+    wanted = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * scale
     torch.testing.assert_close(norm(x), wanted)
     assert set(dict(norm.named_parameters())) == {"weight"}
 
 
 def test_layer_norm_follows_its_definition() -> None:
     norm = LocalNorm(make_config(normalization="LayerNorm"), hidden_size=8, eps=1e-3)
-    x = torch.randn(3, 2, 8)
+    x = torch.randn(3, 2, 8, device=current_device())
     wanted = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-3).sqrt()
     torch.testing.assert_close(norm(x), wanted)
     assert set(dict(norm.named_parameters())) == {"weight", "bias"}

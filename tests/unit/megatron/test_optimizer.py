@@ -10,6 +10,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from torpor.errors import ConfigError
+from torpor.megatron.host import current_device
 from torpor.megatron.optimizer import GroupStepAdamW, build_optimizer
 
 SETTINGS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
@@ -84,9 +85,10 @@ class Chunk(MegatronModule):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
-        self.weight = torch.nn.Parameter(torch.ones(4, 4, dtype=config.params_dtype))
-        self.frozen = torch.nn.Parameter(torch.ones(4, 4, dtype=config.params_dtype), requires_grad=False)
-        self.norm = torch.nn.Parameter(torch.ones(4, dtype=config.params_dtype))
+        like = {"dtype": config.params_dtype, "device": current_device()}
+        self.weight = torch.nn.Parameter(torch.ones(4, 4, **like))
+        self.frozen = torch.nn.Parameter(torch.ones(4, 4, **like), requires_grad=False)
+        self.norm = torch.nn.Parameter(torch.ones(4, **like))
 
     def forward(self, x):
         return (x @ self.weight @ self.frozen * self.norm).sum() * 0  # only decay moves anything
@@ -111,7 +113,7 @@ class TestBuildOptimizer:
 
     def test_matrices_decay_norms_do_not_and_what_is_frozen_is_left_out(self, dtype, distributed) -> None:
         chunk, optimizer = self.build(dtype, distributed)
-        chunk(torch.ones(1, 4, dtype=dtype)).backward()
+        chunk(torch.ones(1, 4, dtype=dtype, device=current_device())).backward()
         finalize_model_grads([chunk])
         done, norm, _ = optimizer.step()
         assert done
@@ -121,8 +123,8 @@ class TestBuildOptimizer:
             module.weight.float(), torch.full((4, 4), 1 - 3e-2 * 0.1), rtol=0, atol=2e-3
         )
         assert (module.weight < 1).all()
-        assert torch.equal(module.norm, torch.ones(4, dtype=dtype))
-        assert torch.equal(module.frozen, torch.ones(4, 4, dtype=dtype))
+        assert torch.equal(module.norm.cpu(), torch.ones(4, dtype=dtype))
+        assert torch.equal(module.frozen.cpu(), torch.ones(4, 4, dtype=dtype))
 
         inner = [part.optimizer for part in optimizer.chained_optimizers]
         assert all(isinstance(part, GroupStepAdamW) for part in inner)

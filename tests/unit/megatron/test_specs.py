@@ -12,6 +12,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 from torpor.errors import UnsupportedModelError
 from torpor.megatron import capabilities, specs
+from torpor.megatron.host import current_device
 from torpor.megatron.mamba import TorchMambaMixer
 
 pytestmark = pytest.mark.usefixtures("megatron_rank")
@@ -65,8 +66,9 @@ def build_gpt(**fields) -> GPTModel:
 
 def compute_loss(model: torch.nn.Module) -> torch.Tensor:
     ids = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(LENGTH).expand(2, -1)
-    mask = torch.ones(LENGTH, LENGTH).triu(1).bool()[None, None]
+    ids = ids.to(current_device())
+    positions = torch.arange(LENGTH, device=ids.device).expand(2, -1)
+    mask = torch.ones(LENGTH, LENGTH, device=ids.device).triu(1).bool()[None, None]
     return model(ids, positions, mask, labels=ids.roll(-1, 1)).mean()
 
 
@@ -210,8 +212,8 @@ def test_megatrons_own_final_norm_is_left_alone() -> None:
 def test_the_final_norm_is_applied() -> None:
     model = build_hybrid("M", mtp_num_layers=None)
     torch.nn.init.zeros_(model.decoder.final_norm.weight)
-    ids = torch.zeros(1, LENGTH, dtype=torch.long)
-    logits = model(ids, torch.arange(LENGTH)[None], None)
+    ids = torch.zeros(1, LENGTH, dtype=torch.long, device=current_device())
+    logits = model(ids, torch.arange(LENGTH, device=ids.device)[None], None)
     assert torch.equal(logits, torch.zeros_like(logits))
 
 
