@@ -108,8 +108,8 @@ def build_model(
         post_process=parallel_state.is_pipeline_last_stage(),
     )
     _drop_dangling_output_weight(chunk)
-    # Routers are built on the CPU and move in their first forward (transformer/moe/router.py): too late for an
-    # optimizer that is built, or loaded, before that.
+    # Routers are built on the CPU and move in their first forward (transformer/moe/router.py): too late for
+    # an optimizer that is built, or loaded, before that.
     return [chunk.to(current_device())]
 
 
