@@ -18,8 +18,8 @@ def logits_of(chunks, tokens: torch.Tensor) -> torch.Tensor | None:
     return collected[0] if collected else None
 
 
-def wrap_and_build_optimizer(chunks, *, distributed: bool, lr: float = 1e-2):
-    """Wrap chunks in DDP and build the optimizer over their trainable parameters."""
+def wrap_and_build_optimizer(chunks, *, distributed: bool, bucket_size: int | None = None):
+    """Wrap chunks in DDP, with overlapped buckets if a size is given, and build the optimizer."""
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
@@ -28,13 +28,17 @@ def wrap_and_build_optimizer(chunks, *, distributed: bool, lr: float = 1e-2):
 
     from torpor.megatron.optimizer import build_optimizer
 
-    settings = DistributedDataParallelConfig(use_distributed_optimizer=distributed)
+    settings = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed,
+        overlap_grad_reduce=bucket_size is not None,
+        bucket_size=bucket_size,
+    )
     wrapped = [DistributedDataParallel(chunk.config, settings, chunk) for chunk in chunks]
     for chunk in chunks:
         chunk.config.finalize_model_grads_func = finalize_model_grads
     optimizer = build_optimizer(
         wrapped,
-        lr=lr,
+        lr=1e-2,
         weight_decay=0.1,
         betas=(0.9, 0.95),
         eps=1e-8,

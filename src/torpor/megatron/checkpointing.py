@@ -10,11 +10,12 @@ DIRECTORY/
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,11 +32,9 @@ if TYPE_CHECKING:
 
 _STATE_FILE, _LATEST_FILE, _PARTIAL = "torpor.json", "latest", ".partial"
 _OPTIMIZER_METADATA = {
-    # Model-shaped optimizer tensors, gathered over the data-parallel ranks: the only format of Megatron's
-    # distributed optimizer whose files do not depend on how it cut its buffers.
+    # Model-shaped tensors, named as the parameters are: the format of Megatron's distributed optimizer that
+    # does not depend on how it cut its buffers. See `_unpadded_offsets` for what has to be mended.
     "distrib_optim_sharding_type": "fully_reshardable",
-    # Without it the keys of a plain optimizer depend on whether a rank holds experts.
-    "chained_optim_avoid_prefix": True,
 }
 
 
@@ -256,19 +255,46 @@ def _sharded_optimizer(
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+    def sharded_part(part: Any) -> Any:
+        if isinstance(part, Float16OptimizerWithFloat16Params):
+            return _sharded_mixed_optimizer(part, model, is_loading=is_loading)
+        if not isinstance(part, DistributedOptimizer):
+            return part.sharded_state_dict(model, is_loading, metadata=dict(metadata))
+        _mend_group_order(part)
+        with _unpadded_offsets(part):
+            return part.sharded_state_dict(model, is_loading, metadata=dict(metadata))
+
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    if len(parts) > 1:
-        optimizer._synchronize_steps()
-    for part in parts:
-        if isinstance(part, DistributedOptimizer):
-            _mend_group_order(part)
-    sharded = [
-        _sharded_mixed_optimizer(part, model, is_loading=is_loading)
-        if isinstance(part, Float16OptimizerWithFloat16Params)
-        else part.sharded_state_dict(model, is_loading, metadata=dict(metadata))
-        for part in parts
-    ]
-    return sharded[0] if len(sharded) == 1 else dict(enumerate(sharded))
+    if len(parts) == 1:
+        return sharded_part(parts[0])
+    optimizer._synchronize_steps()
+    return {index: sharded_part(part) for index, part in enumerate(parts)}
+
+
+@contextlib.contextmanager
+def _unpadded_offsets(part: Any) -> Iterator[None]:
+    """Let a distributed optimizer find its parameters in the buffers that it gathers for saving.
+
+    It leaves out the padding between a buffer's buckets when it gathers, and looks parameters up where they
+    are with the padding (megatron/core/optimizer/distrib_optimizer.py: `get_parameter_state_dp_zero` and
+    `sharded_param_state_fully_reshardable`). Every bucket after the first is then saved from the wrong place,
+    silently. Tied embeddings on two stages have such buckets, and so has MTP on a later stage.
+    """
+    padded = [buffer.param_index_map for buffer in part.buffers]
+    try:
+        for buffer in part.buffers:
+            shifts, gathered = [], 0
+            for bucket in buffer.buckets:
+                shifts.append(gathered - bucket.offset)
+                gathered += bucket.numel_unpadded
+            buffer.param_index_map = {
+                parameter: (start + shifts[bucket], end + shifts[bucket], bucket)
+                for parameter, (start, end, bucket) in buffer.param_index_map.items()
+            }
+        yield
+    finally:
+        for buffer, index_map in zip(part.buffers, padded, strict=True):
+            buffer.param_index_map = index_map
 
 
 def _mend_group_order(part: Any) -> None:
