@@ -22,8 +22,9 @@ def text_config(config: Config) -> Config:
         config: What config.json says.
     """
     for field in NESTED:
-        if isinstance(config.get(field), Mapping):
-            return text_config(config[field])
+        nested = config.get(field)
+        if isinstance(nested, dict):
+            return text_config(nested)
     return config
 
 

@@ -1,7 +1,7 @@
 """What the folders of one family of models have in common, and what can be told from it."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,8 +14,10 @@ from torpor.errors import CheckpointError, UnsupportedModelError
 Role = Literal["embedding", "output"]
 
 # What a model's tensors may lie under; entries of the table leave it out, folders are read with any of it.
-_WRAPPERS = re.compile(r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*")
-_LAYER = re.compile(r"layers\.([0-9]{1,9})\.(.+)", re.DOTALL)
+_WRAPPED = r"(?:(?:model|language_model|text_model|llm|thinker|backbone)\.)*"
+_WRAPPERS = re.compile(_WRAPPED)
+_WRAPPED_LAYER = re.compile(_WRAPPED + r"layers\.([0-9]{1,9})\.")
+_NUMBER = re.compile(r"\.([0-9]{1,9})\.")
 _EXPERTS = re.compile(r"((?:.*\.)?experts)\.(?:([0-9]{1,9})\.)?(.+)", re.DOTALL)
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 _ROLES: dict[Role, tuple[str, ...]] = {
@@ -93,22 +95,36 @@ class Family:
 
         What all of them share belongs to the first.
         """
-        bare = split_prefix(name)[1]
-        if self.mark is None:
-            match = _LAYER.match(bare)
-            depth = int(match[1]) - self.trunk_layers(config) if match else -1
-            return depth if depth >= 0 else None
-        if not bare.startswith(self.mark):
-            return None
-        match = re.search(r"\.([0-9]{1,9})\.", bare)
-        return int(match[1]) if match else 0
+        return self.depth_reader(config)(name)
+
+    def depth_reader(self, config: Config) -> Callable[[str], int | None]:
+        """Return what `mtp_depth` is for one configuration; quick, for folders of very many tensors."""
+        mark = self.mark
+        if mark is None:
+            first = self.trunk_layers(config)
+
+            def read_layer(name: str) -> int | None:
+                match = _WRAPPED_LAYER.match(name)
+                depth = int(match[1]) - first if match else -1
+                return depth if depth >= 0 else None
+
+            return read_layer
+
+        def read_mark(name: str) -> int | None:
+            if mark not in name or not (bare := split_prefix(name)[1]).startswith(mark):
+                return None
+            match = _NUMBER.search(bare)
+            return int(match[1]) if match else 0
+
+        return read_mark
 
     def sort(self, names: Collection[str], config: Config) -> tuple[list[str], list[str]]:
         """Return the MTP tensors among a folder's, and the others."""
         mtp: list[str] = []
         trunk: list[str] = []
+        read_depth = self.depth_reader(config)
         for name in names:
-            (mtp if self.is_mtp(name, config) else trunk).append(name)
+            (trunk if read_depth(name) is None else mtp).append(name)
         return mtp, trunk
 
     def trunk_layers(self, config: Config) -> int:
@@ -121,7 +137,7 @@ class Family:
 
     def mtp_depths(self, names: Collection[str], config: Config) -> set[int]:
         """Return the depths, from 0, of the MTP layers that have at least one of these tensors."""
-        depths = (self.mtp_depth(name, config) for name in names)
+        depths = map(self.depth_reader(config), names)
         return {depth for depth in depths if depth is not None}
 
     def physical_mtp_layers(self, names: Collection[str], config: Config) -> int:
@@ -202,14 +218,14 @@ class Family:
             return next(iter(found))
         if self.is_beside_model:
             return ""
-        return next((p for p, bare in map(split_prefix, trunk) if _LAYER.match(bare)), "model.")
+        layer = next((name for name in trunk if _WRAPPED_LAYER.match(name)), "model.")
+        return split_prefix(layer)[0]
 
     def find_trunk(self, role: Role, names: Collection[str], config: Config) -> str | None:
         """Return the trunk's tensor in a role; a tied output layer is the embedding."""
         wanted = _ROLES[role]
         for name in names:
-            bare = split_prefix(name)[1]
-            if bare in wanted and not self.is_mtp(name, config):
+            if name.endswith(wanted) and split_prefix(name)[1] in wanted and not self.is_mtp(name, config):
                 return name
         return self.find_trunk("embedding", names, config) if role == "output" else None
 
@@ -222,8 +238,9 @@ class Family:
             return []
         of = {role: self.find_trunk(role, names, config) for role in {role for _, role in self.copies}}
         pairs = []
+        read_depth = self.depth_reader(config)
         for name in names:
-            depth = self.mtp_depth(name, config)
+            depth = read_depth(name)
             if depth is None:
                 continue
             layer = depth + (self.trunk_layers(config) if self.mark is None else 0)
@@ -263,12 +280,14 @@ class Family:
         """
         layers: dict[int, set[str]] = {}
         for name in trunk:
-            match = _LAYER.match(split_prefix(name)[1])
-            plain = plain_name(match[2]) if match else None
-            if match and plain:
+            if not (match := _WRAPPED_LAYER.match(name)):
+                continue
+            # Most of a large model are experts, of which only that they are there counts.
+            inner = _without_experts(name[match.end() :])
+            if plain := plain_name(inner):
                 for old, new in self.renamed:
                     plain = plain.replace(old, new)
-                layers.setdefault(int(match[1]), set()).add(_without_experts(plain))
+                layers.setdefault(int(match[1]), set()).add(plain)
         own = {_without_experts(name) for name in inside}
         # Equal layers come once; of two that have as much in common, the one that lacks less.
         distinct = sorted({frozenset(layer) for layer in layers.values()}, key=sorted)
@@ -282,10 +301,15 @@ class Family:
 class HybridFamily(Family):
     """A family whose MTP layers are several numbered layers each, as a pattern in config.json says."""
 
-    def mtp_depth(self, name: str, config: Config) -> int | None:
-        """Return the depth of the MTP layer that a tensor belongs to; None for one of the trunk."""
-        number = super().mtp_depth(name, config)
-        return None if number is None else number // len(hybrid_mtp_pattern(text_config(config)))
+    def depth_reader(self, config: Config) -> Callable[[str], int | None]:
+        """Return what `mtp_depth` is for one configuration."""
+        read_number, length = super().depth_reader(config), len(hybrid_mtp_pattern(text_config(config)))
+
+        def read_depth(name: str) -> int | None:
+            number = read_number(name)
+            return None if number is None else number // length
+
+        return read_depth
 
     def missing_mtp_names(
         self, mtp: Collection[str], trunk: Collection[str], config: Config, depth: int
@@ -307,6 +331,12 @@ def split_prefix(name: str) -> tuple[str, str]:
     match = _WRAPPERS.match(name)
     assert match is not None
     return name[: match.end()], name[match.end() :]
+
+
+def role_in_layer(name: str) -> str:
+    """Return what a tensor or module is within its layer: `self_attn.q_proj`, `mlp.experts`."""
+    layer = re.match(r".*?layers\.[0-9]{1,9}\.", name)
+    return _without_experts(name[layer.end() :] if layer else split_prefix(name)[1])
 
 
 def _without_experts(name: str) -> str:

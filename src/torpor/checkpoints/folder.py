@@ -254,12 +254,16 @@ def _read_weight_map(path: Path, files: set[str]) -> dict[str, str] | None:
     weight_map = _read_json(file)[1].get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{file}: weight_map is {weight_map!r}, needs a map from tensor to file")
+    checked: set[str] = set()
     for name, shard in weight_map.items():
         check_tensor_name(name, file)
+        if isinstance(shard, str) and shard in checked:
+            continue
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(
                 f"{file} puts {name} into {shard!r}, needs the plain name of a .safetensors file beside it"
             )
+        checked.add(shard)
     if SINGLE_NAME in files and SINGLE_NAME not in weight_map.values():
         raise CheckpointError(
             f"{path} has {SINGLE_NAME} and an index that does not mention it\n"

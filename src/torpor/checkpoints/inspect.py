@@ -13,12 +13,13 @@ from typing import Any
 
 from torpor.checkpoints.config_fields import text_config
 from torpor.checkpoints.families import MTPLayerCount, count_mtp_layers, family_of
-from torpor.checkpoints.family import Family
+from torpor.checkpoints.family import Family, role_in_layer
 from torpor.checkpoints.folder import Folder, open_folder
 from torpor.checkpoints.quantization import (
     find_quantization,
     is_quantized,
     not_excluded,
+    plain_name,
     unquantized_modules,
 )
 from torpor.errors import CheckpointError, UnsupportedModelError
@@ -141,18 +142,22 @@ def inspect_folder(path: str | Path) -> Inspection:
         problems=(
             *_count_problems(folder, family, count),
             *_copy_problems(folder, candidates),
-            *quantization_problems(folder, mtp),
+            *quantization_problems(folder, family, mtp, trunk),
         ),
         consumers=_describe_consumers(family, count),
     )
 
 
-def quantization_problems(folder: Folder, mtp: Collection[str]) -> list[str]:
+def quantization_problems(
+    folder: Folder, family: Family, mtp: Collection[str], trunk: Collection[str]
+) -> list[str]:
     """Return what is wrong with how a folder says that its MTP tensors are quantised.
 
     Args:
         folder: The folder.
+        family: Its family.
         mtp: Its MTP tensors.
+        trunk: Its other tensors.
     """
     problems = []
     configs = quantization_configs(folder)
@@ -162,7 +167,7 @@ def quantization_problems(folder: Folder, mtp: Collection[str]) -> list[str]:
             f"{quantized[0]} is quantised ({len(quantized)} MTP tensors), and config.json has no"
             " quantization_config: servers would read the packed bytes as weights"
         )
-    modules = unquantized_modules(folder.tensors, mtp)
+    modules = modules_to_exclude(folder, family, mtp, trunk) if configs else []
     packed = [name.removesuffix(".weight") for name in quantized if name.endswith(".weight")]
     for file, quantization in configs.items():
         try:
@@ -183,6 +188,35 @@ def quantization_problems(folder: Folder, mtp: Collection[str]) -> list[str]:
                 f" {min(excluded)}: servers would read the packed bytes as weights"
             )
     return problems
+
+
+def modules_to_exclude(
+    folder: Folder, family: Family, mtp: Collection[str], trunk: Collection[str]
+) -> list[str]:
+    """Return the plain modules inside MTP layers that a server would take for quantised ones.
+
+    Routers, embeddings and the like are plain in the trunk too, and servers know. What is plain only in
+    an MTP layer they cannot know; nor what only an MTP layer has, unless the rest of that layer is quantised,
+    as its publisher left it.
+
+    Args:
+        folder: The folder.
+        family: Its family.
+        mtp: Its MTP tensors.
+        trunk: Its other tensors.
+    """
+    copies = {
+        name.removesuffix(".weight") for name, _ in family.copy_candidates(folder.tensors, folder.config)
+    }
+    plain = [name for name in unquantized_modules(folder.tensors, mtp) if name not in copies]
+    known = {role_in_layer(name): False for name in unquantized_modules(folder.tensors, trunk)}
+    known |= {
+        role_in_layer(plain_weight.removesuffix(".weight")): True
+        for name in trunk
+        if (plain_weight := plain_name(name)) and is_quantized(folder.tensors, name)
+    }
+    published = any(is_quantized(folder.tensors, name) for name in mtp)
+    return [name for name in plain if known.get(role_in_layer(name), not published)]
 
 
 def quantization_configs(folder: Folder) -> dict[str, Mapping[str, Any]]:

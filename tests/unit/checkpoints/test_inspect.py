@@ -80,6 +80,18 @@ def test_copy_that_was_left_behind(tmp_path):
     assert "[256, 64]" in result.problems[0]
 
 
+def quantise_trunk(tensors):
+    """Pack the trunk's projections and leave the heads plain, as quantisers do."""
+    packed = {}
+    for name, (dtype, shape, data) in tensors.items():
+        if name.startswith("model.layers.") and name.endswith("_proj.weight"):
+            packed[f"{name}_packed"] = ("U8", [len(data) // 4], data[::4])
+            packed[f"{name}_scale"] = ("F32", [1], bytes(4))
+        else:
+            packed[name] = (dtype, shape, data)
+    return packed
+
+
 @pytest.mark.parametrize(
     ("quantization", "ok"),
     [
@@ -100,14 +112,41 @@ def test_copy_that_was_left_behind(tmp_path):
 )
 def test_plain_heads_in_a_quantised_folder(tmp_path, quantization, ok):
     """They have to be excluded by name, in the words of the method."""
-    result = inspect_folder(write_golden(tmp_path / "f", "qwen3_5", quantization_config=quantization))
+    folder = write_golden(tmp_path / "f", "qwen3_5", change=quantise_trunk, quantization_config=quantization)
+    result = inspect_folder(folder)
     assert result.ok == ok, result.problems
+
+
+def test_published_mix_of_quantised_and_plain(tmp_path):
+    """FP8 models are published with plain routers and projections in their heads, excluded nowhere."""
+
+    def quantise(tensors):
+        for name, (_, shape, data) in list(tensors.items()):
+            if name.startswith("model.layers.") and name.endswith("_proj.weight") and "eh_proj" not in name:
+                tensors[name] = ("F8_E4M3", shape, data[::2])
+                tensors[f"{name}_scale_inv"] = ("F32", [1, 1], bytes(4))
+        return tensors
+
+    def forget_one(tensors):
+        tensors = quantise(tensors)
+        name = "model.layers.3.self_attn.o_proj.weight"
+        _, shape, data = tensors[name]
+        del tensors[f"{name}_scale_inv"]
+        return tensors | {name: ("BF16", shape, data * 2)}
+
+    fp8 = {"quant_method": "fp8"}
+    folder = write_golden(tmp_path / "f", "deepseek_v3", change=quantise, quantization_config=fp8)
+    assert inspect_folder(folder).problems == ()
+    folder = write_golden(tmp_path / "g", "deepseek_v3", change=forget_one, quantization_config=fp8)
+    assert (
+        "does not exclude them, first model.layers.3.self_attn.o_proj" in inspect_folder(folder).problems[0]
+    )
 
 
 def test_model_optimizers_own_file(tmp_path):
     """hf_quant_config.json is read too, and has to exclude them as well."""
     config = {"quant_method": "modelopt", "ignore": ["mtp*"]}
-    folder = write_golden(tmp_path / "f", "qwen3_5", quantization_config=config)
+    folder = write_golden(tmp_path / "f", "qwen3_5", change=quantise_trunk, quantization_config=config)
     own = folder / "hf_quant_config.json"
     own.write_text('{"quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}')
     assert "hf_quant_config.json does not exclude them" in inspect_folder(folder).problems[0]
