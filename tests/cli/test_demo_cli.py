@@ -130,7 +130,6 @@ def findings(demo, tmp_path):
         distillation=run,
         configuration=output / "distill.yaml",
         ranks=2,
-        threads=1,
         text="text",
         windows=PackedWindows(tmp_path / "tokens.npy", sequence_length=8, held_out=0.1, seed=1),
         teacher_drafts=DraftCounts(1, 50, 100, 10),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 MARKER = ".torpor-demo"
 STAGES = 7
+# A second thread gains little on operations this small, and on a busy machine each waits for the other.
+THREADS = 1
 # Steps before measuring, in which caches and optimizer state come to be.
 UNCOUNTED_STEPS = 3
 # Importing everything takes two ranks half a minute on a slow machine.
@@ -148,11 +150,14 @@ class _Demo:
         claim_folder(self.output)
         say(f"Torpor's demo: about four minutes on two cores; everything goes to {self.output}")
         with self.stage("Import PyTorch and Megatron-Core", "10 s") as stage:
+            import torch
+
             from torpor.megatron import parallel
             from torpor.megatron.parallel import Layout
 
+            torch.set_num_threads(THREADS)
             parallel.initialize(Layout(), seed=1)
-            stage.detail = "one process group of one rank, for everything but the distillation"
+            stage.detail = "one rank, for everything but the distillation"
         try:
             return self._run_stages()
         finally:
@@ -210,7 +215,6 @@ class _Demo:
                 distillation=self.distillation,
                 configuration=self.output / "distill.yaml",
                 ranks=self.ranks,
-                threads=threads_per_rank(self.ranks),
                 text=text,
                 windows=windows,
                 teacher_drafts=teacher_drafts,
@@ -429,11 +433,6 @@ def claim_folder(output: Path) -> None:
     (output / MARKER).touch()
 
 
-def threads_per_rank(ranks: int) -> int:
-    """Cores for each of the ranks that share this machine."""
-    return max(1, (os.cpu_count() or 1) // ranks)
-
-
 def launch_distillation(config: Path, ranks: int, metrics: Path) -> int:
     """Start `torpor distill` on `ranks` processes of this machine and wait for it.
 
@@ -445,7 +444,7 @@ def launch_distillation(config: Path, ranks: int, metrics: Path) -> int:
     Returns:
         The exit code; `NEVER_STARTED` if nothing was trained within `START_WITHIN_S`.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads_per_rank(ranks))}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(THREADS)}
     started = time.monotonic()
     # What it prints is progress here: this command's own result is the report.
     process = subprocess.Popen(distill_command(config, ranks), stdout=sys.stderr, env=environment)

@@ -43,7 +43,6 @@ class Findings:
         distillation: Run folder of the student.
         configuration: The distillation's YAML file.
         ranks: Processes that distilled.
-        threads: Threads of each of them.
         text: What the text is, in words.
         windows: The text.
         teacher_drafts: Drafts of the teacher's head.
@@ -63,7 +62,6 @@ class Findings:
     distillation: Path
     configuration: Path
     ranks: int
-    threads: int
     text: str
     windows: PackedWindows
     teacher_drafts: DraftCounts
@@ -239,8 +237,7 @@ def build_facts(found: Findings) -> tuple[tuple[str, str], ...]:
         ("system", platform.platform()),
         (
             "threads",
-            f"{torch.get_num_threads()}; in the distillation {found.threads} on each of"
-            f" {count(found.ranks, 'rank')}",
+            f"{torch.get_num_threads()} in each process, {count(found.ranks, 'process')} in the distillation",
         ),
         ("Python", platform.python_version()),
         ("torpor", __version__),
@@ -315,5 +312,6 @@ def processor_name() -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Write a number with its noun: `1 rank`, `2 ranks`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    """Write a number with its noun: `1 rank`, `2 ranks`, `2 processes`."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number} {noun if number == 1 else plural}"
