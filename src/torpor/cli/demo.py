@@ -35,9 +35,9 @@ def summary(report: "RunReport", output: Path) -> str:
         f"{cost.state_bytes / 2**20:>16.1f} MiB"
         for cost in (asleep, awake, absent)
     ]
-    lines += [
-        "",
-        f"{'Every check held' if report.passed else 'A check FAILED'}, after {report.seconds:.0f} s.",
-    ]
+    lines += ["", f"  {'drafts of the head':<32}{'accepted':>10}{'chance':>10}"]
+    lines += [f"  {row.label:<32}{row.rate:>10.1%}{row.chance:>10.1%}" for row in report.acceptances]
+    outcome = "Every check held" if report.passed else "A check FAILED"
+    lines += ["", f"{outcome}, after {report.seconds:.0f} s."]
     lines.append(f"Report: {(output / 'report.html').absolute()}")
     return "\n".join(lines)
