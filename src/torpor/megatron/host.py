@@ -173,6 +173,7 @@ def _stand_in_for_nccl() -> None:
     ) -> Any:
         if len({each.shape for each in parts}) == 1:
             return all_gather(parts, part, group=group, async_op=async_op)
+        assert not async_op
         longest = max(len(each) for each in parts)
         padded = part.new_zeros(longest, *part.shape[1:])
         padded[: len(part)] = part
@@ -190,6 +191,7 @@ def _stand_in_for_nccl() -> None:
     ) -> Any:
         if len({each.shape for each in parts}) == 1:
             return reduce_scatter(output, parts, op=op, group=group, async_op=async_op)
+        assert not async_op
         whole = torch.cat(parts)
         dist.all_reduce(whole, op=op, group=group)
         output.copy_(whole.split([len(each) for each in parts])[dist.get_rank(group)])

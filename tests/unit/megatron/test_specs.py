@@ -47,9 +47,10 @@ def make_config(**fields) -> TransformerConfig:
 
 def build_hybrid(pattern: str = "M*E-/*E", **fields) -> HybridModel:
     config = make_config(is_hybrid_model=True, **fields)
-    return HybridModel(
+    model = HybridModel(
         config, specs.hybrid_stack_spec(config), VOCABULARY, LENGTH, hybrid_layer_pattern=pattern
     )
+    return model.to(current_device())  # Megatron builds routers on the CPU
 
 
 def build_gpt(**fields) -> GPTModel:
@@ -61,7 +62,7 @@ def build_gpt(**fields) -> GPTModel:
         LENGTH,
         position_embedding_type="rope",
         mtp_block_spec=specs.gpt_mtp_block_spec(config),
-    )
+    ).to(current_device())
 
 
 def compute_loss(model: torch.nn.Module) -> torch.Tensor:
