@@ -16,6 +16,8 @@ _WARNING_MODULES: Final = (
     r"modelopt\.",
     r"torch\.distributed\.",  # Megatron-Core calls collectives by names that newer PyTorch has renamed
 )
+# Warnings of the compiler name a file instead, on the first import of a package installed without bytecode.
+_SOURCE_FILES: Final = r".*[/\\](megatron|modelopt)[/\\]"
 _LOGGERS: Final = (
     "megatron",
     "modelopt",
@@ -32,6 +34,7 @@ def silence_upstream_notices() -> None:
         return
     for module in _WARNING_MODULES:
         warnings.filterwarnings("ignore", module=module)
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=_SOURCE_FILES)
     for name in _LOGGERS:
         logger = logging.getLogger(name)
         if logger.level == logging.NOTSET:

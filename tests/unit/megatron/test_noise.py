@@ -43,6 +43,19 @@ def test_upstream_warnings_are_hidden_and_errors_and_torpors_own_are_not() -> No
         assert f"log of {module}" in printed
 
 
+def test_warnings_of_the_compiler_are_hidden_for_upstream_files_only() -> None:
+    printed = run_python(
+        r"""
+        from torpor.megatron.noise import silence_upstream_notices
+        silence_upstream_notices()
+        for path in ("/lib/megatron/core/a.py", "/lib/torpor/megatron_like.py"):
+            compile(r"'\-'", path, "exec")
+        """
+    )
+    assert "megatron/core/a.py" not in printed
+    assert "torpor/megatron_like.py" in printed
+
+
 def test_an_environment_variable_shows_all() -> None:
     printed = run_python(CODE, TORPOR_UPSTREAM_NOTICES="1")
     assert "warning of megatron.core.models.backends" in printed
