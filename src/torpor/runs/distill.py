@@ -211,7 +211,8 @@ def _check_output(config: DistillConfig) -> Path | None:
     output = config.output
     if output.exists() and not output.is_dir():
         raise ConfigError(f"`output`: {output} is a file\n  Give the path of a folder.")
-    if not output.exists() or not any(output.iterdir()):
+    # run.partial is what a kill leaves of the first file that a run writes.
+    if not output.exists() or all(path.name == "run.partial" for path in output.iterdir()):
         return None
     if not (output / "run.json").is_file():
         raise ConfigError(
@@ -357,10 +358,12 @@ def _run_folder(config: DistillConfig, ranks: _Ranks) -> Iterator[_RunFolder]:
 
 
 def _make_run_folder(config: DistillConfig) -> None:
-    (config.output / "tokens").mkdir(parents=True, exist_ok=True)
+    config.output.mkdir(parents=True, exist_ok=True)
     record = config.output / "run.json"
+    # First of all: it tells a later start that the folder is a run's.
     if not record.exists():
         _write_json(record, config.model_dump(mode="json"))
+    (config.output / "tokens").mkdir(exist_ok=True)
 
 
 def _write_json(path: Path, values: Any) -> None:
