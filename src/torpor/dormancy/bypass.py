@@ -85,8 +85,9 @@ class DormantLanguageModelCall:
         self.num_awake = 0
         self._config: Any = None
 
+    @torch.compiler.disable(recursive=False)
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; while asleep, under a config without MTP.
+        """Call the model; while asleep, under a config without MTP. What it calls may be compiled.
 
         Raises:
             TorporError: if another thread is in a forward of this model that began in the other state.

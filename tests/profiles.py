@@ -1,0 +1,33 @@
+"""What a training step asks of torch and of the device, in order, as torch.profiler records it."""
+
+from torch.profiler import ProfilerActivity, profile
+
+from parity import run
+
+SYNCHRONISING = ("Synchronize", "cudaMemcpy", "cudaEventQuery")
+
+
+def operators(model, **inputs):
+    """Return the names of all operators of one forward and backward, autograd's nodes included, in order."""
+    run(model, **inputs)
+    model.zero_grad()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        run(model, **inputs)
+    events = sorted(recorded.events(), key=lambda event: event.id)
+    return [event.name for event in events if not event.name.startswith("[")]
+
+
+def kernels_and_synchronisations(model, **inputs):
+    """Return the names of the device's kernels and copies in order, and how often the host waited for it."""
+    import torch
+    from torch.autograd import DeviceType
+
+    run(model, **inputs)
+    model.zero_grad()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
+        run(model, **inputs)
+    events = sorted(recorded.events(), key=lambda event: event.time_range.start)
+    kernels = [event.name for event in events if event.device_type == DeviceType.CUDA]
+    waits = [event.name for event in events if any(word in event.name for word in SYNCHRONISING)]
+    return kernels, sorted(waits)
