@@ -21,6 +21,7 @@ from torpor.dormancy.discovery import LanguageModelSite, as_chunks, find_sites, 
 from torpor.dormancy.fingerprint import sha256_of
 from torpor.dormancy.membership import check_untrained
 from torpor.dormancy.moe_metrics import CountLayersThatRan
+from torpor.dormancy.routing_replay import ReplayWithoutMTP
 from torpor.errors import MTPChangedError, MTPExecutedError, TorporError
 
 
@@ -94,6 +95,7 @@ class DormantMTP:
         for _, parameter in self._parameters():
             parameter.requires_grad_(False)
         self._dead_weights = [DeadOutputWeight(s.model) for s in sites if DeadOutputWeight.is_in(s.model)]
+        self._replay = ReplayWithoutMTP(m for s in sites if s.mtp is not None for m in s.mtp.modules())
         for site in self._sites:
             self._install(site)
         self._counts_moe_layers = any(site.model.config.num_moe_experts for site in sites)
@@ -178,6 +180,7 @@ class DormantMTP:
             hook.remove()
         for dead_weight in self._dead_weights:
             dead_weight.put_back()
+        self._replay.put_back()
         for name, parameter in self._parameters():
             parameter.requires_grad_(self._was_trainable[name])
         if self._counts_moe_layers:

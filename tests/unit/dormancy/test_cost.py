@@ -52,7 +52,8 @@ def test_a_stage_with_an_unread_duplicate_makes_zeros_and_nothing_else(kind, mon
     monkeypatch.setattr(parallel_state, "is_pipeline_first_stage", lambda *args, **kwargs: False)
     dormant, reference = build(kind, mtp=True), build(kind, mtp=False)
     for model in (dormant, reference):
-        model.set_input_tensor(torch.randn(16, 2, 32).requires_grad_(True))
+        hidden = torch.randn(16, 2, 32, device=next(model.parameters()).device)
+        model.set_input_tensor(hidden.requires_grad_(True))
     freeze_mtp(dormant)
     extra = Counter(operators(dormant))
     extra.subtract(operators(reference))

@@ -13,6 +13,7 @@ from tiny_models import (
     HYBRID_TIED,
     VOCAB,
     Kind,
+    batch,
     build_pair,
     same_bytes,
 )
@@ -123,7 +124,8 @@ def build_mla(mtp, **overrides):
     spec = get_gpt_layer_local_spec(multi_latent_attention=True, normalization="RMSNorm")
     spec.submodules.self_attention.submodules.core_attention = AttentionOfEqualHeads
     mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False) if mtp else None
-    return GPTModel(config, spec, VOCAB, 32, position_embedding_type="rope", mtp_block_spec=mtp_spec)
+    model = GPTModel(config, spec, VOCAB, 32, position_embedding_type="rope", mtp_block_spec=mtp_spec)
+    return model.to(batch()["input_ids"].device)
 
 
 @pytest.mark.parametrize("recompute", [{}, FULL_RECOMPUTE], ids=["no-recompute", "full-recompute"])

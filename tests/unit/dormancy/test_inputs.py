@@ -16,7 +16,9 @@ def packed():
     """Return a batch of one row that holds two sequences, in the THD format."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    starts = torch.tensor([0, 7, SEQUENCE], dtype=torch.int32)
+    inputs = batch(size=1)
+    device = inputs["input_ids"].device
+    starts = torch.tensor([0, 7, SEQUENCE], dtype=torch.int32, device=device)
     longest = SEQUENCE - 7
     params = PackedSeqParams(
         qkv_format="thd",
@@ -25,8 +27,8 @@ def packed():
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
     )
-    positions = torch.cat([torch.arange(7), torch.arange(longest)])[None]
-    return batch(size=1) | {"packed_seq_params": params, "position_ids": positions}
+    positions = torch.cat([torch.arange(7, device=device), torch.arange(longest, device=device)])[None]
+    return inputs | {"packed_seq_params": params, "position_ids": positions}
 
 
 @pytest.mark.parametrize("recompute", [{}, FULL_RECOMPUTE], ids=["no-recompute", "full-recompute"])
@@ -85,6 +87,7 @@ def test_log_probs_of_a_model_in_eval(kind, grad):
 def test_embeddings_instead_of_ids(kind):
     """A wrapper that embeds by itself may give no ids at all."""
     embedded = torch.randn(SEQUENCE, 2, 32, generator=torch.Generator().manual_seed(5))
+    embedded = embedded.to(batch()["input_ids"].device)
     inputs = {"input_ids": None, "position_ids": None, "decoder_input": embedded}
     assert_parity(kind, inputs=inputs)
 

@@ -96,7 +96,8 @@ def last_stage(kind, mtp):
         model = build(kind, mtp=mtp)
     finally:
         parallel_state.is_pipeline_first_stage = is_first
-    hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(4)).requires_grad_(True)
+    hidden = torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(4))
+    hidden = hidden.to(next(model.parameters()).device).requires_grad_(True)
     model.set_input_tensor(hidden)
     return model
 

@@ -49,7 +49,7 @@ class TestFloat8:
         """Dormant weights in FP8 keep every bit, and a flipped one is found."""
         model = build(GPT)
         weight = model.mtp.layers[0].eh_proj.weight
-        raw = torch.arange(weight.numel(), dtype=torch.int64).remainder(251).to(torch.uint8)
+        raw = torch.arange(weight.numel(), device=weight.device).remainder(251).to(torch.uint8)
         parameter = torch.nn.Parameter(raw.view(weight.shape).view(dtype), requires_grad=False)
         model.mtp.requires_grad_(False)
         set_parameter(model, parameter)
@@ -111,7 +111,7 @@ class TestMetaDevice:
             UnsupportedModelError, match=r"mtp\..* is on the meta device.*\n.*weights are loaded"
         ):
             freeze_mtp(model)
-        model.to_empty(device="cpu")
+        model.to_empty(device=next(source.parameters()).device)
         model.load_state_dict(source.state_dict())
         handle = freeze_mtp(model)
         handle.check()
@@ -161,7 +161,8 @@ class TestSharded:
     def mesh():
         from torch.distributed.device_mesh import init_device_mesh
 
-        return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        return init_device_mesh(kind, (torch.distributed.get_world_size(),))
 
     def test_before_the_call(self):
         """Refused by the class's name."""

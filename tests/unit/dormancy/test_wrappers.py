@@ -105,7 +105,7 @@ class TestFloat16Module:
         """`to` and its like keep every byte, and `double().float()` loses none."""
         model = build(GPT_MOE)
         handle = freeze_mtp(model)
-        model.to("cpu")
+        model.cpu()
         handle.check()
         model.double().float()
         handle.check()
@@ -121,6 +121,7 @@ class VisionLanguageModel(torch.nn.Module):
         self.vision_model = torch.nn.Sequential(torch.nn.Linear(12, 24), torch.nn.GELU())
         self.vision_projection = torch.nn.Linear(24, 32)
         self.language_model = language_model
+        self.to(next(language_model.parameters()).device)
 
     def forward(self, images, input_ids, position_ids, attention_mask, labels):
         text = self.language_model.embedding(input_ids, position_ids)
@@ -137,8 +138,9 @@ class VisionLanguageModel(torch.nn.Module):
 @pytest.mark.parametrize("kind", [GPT, HYBRID], ids=str)
 def test_a_vision_language_wrapper(kind):
     """The vision tower and the projection train as without MTP, and names carry the wrapper's prefix."""
-    images = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(7))
     dormant, reference = (VisionLanguageModel(model) for model in build_pair(kind))
+    images = torch.randn(2, 4, 12, generator=torch.Generator().manual_seed(7))
+    images = images.to(next(dormant.parameters()).device)
     handle = freeze_mtp(dormant)
     assert_same(dormant, reference, images=images)
     assert all(name.startswith("language_model.mtp.") for name in handle.check().fingerprint)
