@@ -185,9 +185,8 @@ class _Demo:
             student = open_folder(self.student)
             before_drafts = self._count_drafts(student, windows)
             stage.detail = (
-                f"layers {', '.join(map(str, self.size.kept))} of {len(self.size.pattern)} stay, and the"
-                " head;"
-                " every tensor that stays keeps its bytes"
+                f"layers {', '.join(map(str, self.size.kept))} of {len(self.size.pattern)} stay, and so does"
+                " the head; every tensor that stays keeps its bytes"
             )
         with self.stage("Distil the student, both heads asleep", "70 s") as stage:
             stage.command = self._distill()
@@ -393,12 +392,22 @@ class _Demo:
     ) -> list["MeasuredCost"]:
         from torpor.runs.costs import measure_costs
         from torpor.training.config import OptimizationConfig
+        from torpor.training.progress import format_duration
 
         steps = self.size.measured_steps
         settings = OptimizationConfig(
             **self._settings(UNCOUNTED_STEPS + steps), micro_batch_size=self.size.batch, lr=1e-4
         )
-        return measure_costs(student, teacher, settings, windows, warmup=UNCOUNTED_STEPS, steps=steps)
+        rounds, started = UNCOUNTED_STEPS + steps, time.perf_counter()
+
+        def show(done: int) -> None:
+            left = (time.perf_counter() - started) / done * (rounds - done)
+            if done % 6 == 0 and done < rounds:
+                say(f"round {done}/{rounds}  left {format_duration(left)}")
+
+        return measure_costs(
+            student, teacher, settings, windows, warmup=UNCOUNTED_STEPS, steps=steps, on_round=show
+        )
 
 
 @dataclass
