@@ -90,3 +90,31 @@ def test_refused_input(source, tmp_path):
         assert message in done.stderr
         assert "Traceback" not in done.stderr
         assert done.stdout == ""
+
+
+def test_receipt(source, tmp_path):
+    """Written with a source, checked without one, refused where there is one already."""
+    export, receipt = (
+        write_changed(source, tmp_path / "export", flip_bit("lm_head.weight")),
+        tmp_path / "r.json",
+    )
+    done = run_verify(source, export, "--receipt", receipt)
+    assert done.returncode == 0, done.stderr
+    assert receipt.exists()
+    done = run_verify("--receipt", receipt, export)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ok: all" in done.stdout
+    done = run_verify("--receipt", receipt, source, "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["differing"] == ["lm_head.weight"]
+    done = run_verify(source, export, "--receipt", receipt)
+    assert done.returncode == 2
+    assert "exists" in done.stderr
+
+
+def test_no_receipt_for_a_wrong_export(source, tmp_path):
+    """Exit 1, and no file."""
+    export = write_changed(source, tmp_path / "export", flip_bit("mtp.layers.0.hnorm.weight"))
+    done = run_verify(source, export, "--receipt", tmp_path / "r.json")
+    assert done.returncode == 1
+    assert not (tmp_path / "r.json").exists()

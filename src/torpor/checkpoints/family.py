@@ -216,28 +216,44 @@ class Family:
             )
         if found:
             return next(iter(found))
-        if self.is_beside_model:
-            return ""
-        layer = next((name for name in trunk if _WRAPPED_LAYER.match(name)), "model.")
+        return "" if self.is_beside_model else self.trunk_prefix(trunk)
+
+    def trunk_prefix(self, names: Collection[str]) -> str:
+        """Return what the trunk is wrapped in, such as `model.`; that if it has no layers.
+
+        Args:
+            names: Tensors of the trunk.
+        """
+        layer = next((name for name in names if _WRAPPED_LAYER.match(name)), "model.")
         return split_prefix(layer)[0]
 
     def find_trunk(self, role: Role, names: Collection[str], config: Config) -> str | None:
-        """Return the trunk's tensor in a role; a tied output layer is the embedding."""
+        """Return the trunk's tensor in a role; a tied output layer is the embedding.
+
+        None where there is none, or only a packed one.
+        """
         wanted = _ROLES[role]
         for name in names:
             if name.endswith(wanted) and split_prefix(name)[1] in wanted and not self.is_mtp(name, config):
                 return name
-        return self.find_trunk("embedding", names, config) if role == "output" else None
+        if role == "embedding" or any(split_prefix(name)[1].startswith("lm_head.") for name in names):
+            return None
+        return self.find_trunk("embedding", names, config)
 
     def copy_candidates(self, names: Collection[str], config: Config) -> list[tuple[str, str]]:
         """Return pairs of an MTP tensor and the trunk tensor that it may be a copy of.
 
         Whether it is one is decided by their bytes in the source. Empty where the family writes none.
         """
-        if not self.copies:
-            return []
         of = {role: self.find_trunk(role, names, config) for role in {role for _, role in self.copies}}
-        pairs = []
+        roles = self.copy_roles(names, config)
+        return [(name, trunk) for name, role in roles.items() if (trunk := of[role])]
+
+    def copy_roles(self, names: Collection[str], config: Config) -> dict[str, Role]:
+        """Return the MTP tensors that may be copies of a trunk tensor, and in which role that is."""
+        if not self.copies:
+            return {}
+        found: dict[str, Role] = {}
         read_depth = self.depth_reader(config)
         for name in names:
             depth = read_depth(name)
@@ -246,10 +262,9 @@ class Family:
             layer = depth + (self.trunk_layers(config) if self.mark is None else 0)
             bare = split_prefix(name)[1]
             for template, role in self.copies:
-                trunk = of[role]
-                if trunk and bare == template.format(depth=depth, layer=layer):
-                    pairs.append((name, trunk))
-        return pairs
+                if bare == template.format(depth=depth, layer=layer):
+                    found[name] = role
+        return found
 
     def name_map(self, config: Config) -> NameMap:
         """Spell out the whole map between a folder and Megatron.

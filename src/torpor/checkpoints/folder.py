@@ -7,11 +7,12 @@ import os
 import secrets
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TYPE_CHECKING, Any, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, Self
 
 from torpor.checkpoints.header import (
     DTYPE_BITS,
@@ -28,6 +29,9 @@ from torpor.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
+# How a file came to be where it is.
+Placement = Literal["reflinked", "hard-linked", "copied"]
+
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 CONFIG_NAME = "config.json"
@@ -39,6 +43,8 @@ WEIGHT_SUFFIXES = frozenset(
 INDEX_SUFFIX = ".index.json"
 
 ASIDE_SUFFIX = ".partial"
+# Linux's request to share a file's blocks with another (linux/fs.h); Python has no name for it.
+FICLONE = 0x40049409
 MAX_JSON_BYTES = 2**28
 CHUNK_BYTES = 4 * 2**20
 # A shard's header is written last, into room left for it, so that tensors can be streamed behind it.
@@ -307,6 +313,7 @@ class FolderWriter:
         like: The folder whose configuration and companions the new one gets; None for a folder of its own.
         config: What config.json shall say; `like`'s bytes, verbatim, where None.
         companions: Other files to copy into it, such as the tokenizer's; `like`'s where None.
+        contents: What companions of these names shall hold instead.
         max_shard_bytes: Size at which another shard is begun.
 
     Raises:
@@ -320,6 +327,7 @@ class FolderWriter:
         like: Folder | None = None,
         config: Mapping[str, Any] | None = None,
         companions: Iterable[Path] | None = None,
+        contents: Mapping[str, bytes] | None = None,
         max_shard_bytes: int = 5 * 2**30,
     ):
         self.out = Path(out)
@@ -334,6 +342,7 @@ class FolderWriter:
         if companions is None:
             companions = like.companions if like else ()
         self._companions = tuple(companions)
+        self._contents = dict(contents or {})
         self._max_shard_bytes = max_shard_bytes
         self._written: dict[str, int] = {}  # tensor -> number of its shard
         self._total_bytes = 0
@@ -400,14 +409,53 @@ class FolderWriter:
         flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         self.add(name, words[tensor.dtype], tensor.shape, flat.numpy().data)
 
-    def copy(self, source: Folder, name: str) -> None:
+    def copy(self, source: Folder, name: str, new_name: str | None = None) -> None:
         """Stream one tensor's bytes over from another folder, unchanged.
+
+        Args:
+            source: That folder.
+            name: Its tensor.
+            new_name: What to call it; the same where None.
 
         Raises:
             CheckpointError: As `add`, or `source` has no such tensor.
         """
         entry = source.entry(name)
-        self._add(name, entry.dtype, entry.shape, entry.nbytes, source.iter_bytes(name))
+        self._add(new_name or name, entry.dtype, entry.shape, entry.nbytes, source.iter_bytes(name))
+
+    def adopt(self, source: Folder, on_file: Callable[[int], None] | None = None) -> Counter[Placement]:
+        """Take over all shards of another folder as they are; where the file system can, nothing is copied.
+
+        A reflinked file has nothing in common with the source's but its blocks, until one of them is changed.
+        A hard-linked one is the same file: what writes into the one, in place, writes into the other.
+
+        Args:
+            source: That folder.
+            on_file: Called after each file with its size.
+
+        Returns:
+            How many bytes were reflinked, hard-linked and copied.
+
+        Raises:
+            CheckpointError: One of its tensors was written before.
+        """
+        if self._shard:
+            self._close_shard()
+        placed: Counter[Placement] = Counter()
+        numbers: dict[Path, int] = {}
+        for name, entry in source.tensors.items():
+            if name in self._written:
+                raise CheckpointError(f"{name} is written to {self.out} a second time")
+            if entry.file not in numbers:
+                self._num_shards += 1
+                numbers[entry.file] = self._num_shards
+                size = entry.file.stat().st_size
+                placed[_place(entry.file.resolve(), self._shard_file(self._num_shards))] += size
+                if on_file:
+                    on_file(size)
+            self._written[name] = numbers[entry.file]
+            self._total_bytes += entry.nbytes
+        return placed
 
     def _add(
         self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, pieces: Iterable[memoryview]
@@ -459,7 +507,7 @@ class FolderWriter:
             }
             self._write_file(INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
         for companion in self._companions:
-            self._write_file(companion.name, companion.read_bytes())
+            self._write_file(companion.name, self._contents.get(companion.name) or companion.read_bytes())
         self._write_file(CONFIG_NAME, self._config_bytes)
         _fsync_folder(self._aside)
         # Renaming onto an empty folder succeeds, so the name is looked at once more.
@@ -538,6 +586,28 @@ class _Shard:
 
     def _header_bytes_with(self, entry: str) -> int:
         return self._header_bytes + len(",") + len(entry)
+
+
+def _place(file: Path, target: Path) -> Placement:
+    """Make `target` hold what `file` holds, in the cheapest way that the file system offers."""
+    with file.open("rb") as source, target.open("xb") as copy:
+        try:
+            fcntl.ioctl(copy.fileno(), FICLONE, source.fileno())
+        except OSError:
+            pass
+        else:
+            os.fsync(copy.fileno())
+            return "reflinked"
+    target.unlink()
+    try:
+        os.link(file, target)
+    except OSError:
+        with file.open("rb") as source, target.open("xb") as copy:
+            shutil.copyfileobj(source, copy, CHUNK_BYTES)
+            copy.flush()
+            os.fsync(copy.fileno())
+        return "copied"
+    return "hard-linked"
 
 
 def _round_up(nbytes: int) -> int:

@@ -149,7 +149,11 @@ def inspect_folder(path: str | Path) -> Inspection:
 
 
 def quantization_problems(
-    folder: Folder, family: Family, mtp: Collection[str], trunk: Collection[str]
+    folder: Folder,
+    family: Family,
+    mtp: Collection[str],
+    trunk: Collection[str],
+    configs: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[str]:
     """Return what is wrong with how a folder says that its MTP tensors are quantised.
 
@@ -158,10 +162,12 @@ def quantization_problems(
         family: Its family.
         mtp: Its MTP tensors.
         trunk: Its other tensors.
+        configs: What `quantization_configs` would return; read where None.
     """
     problems = []
-    configs = quantization_configs(folder)
-    quantized = [name for name in mtp if is_quantized(folder.tensors, name)]
+    if configs is None:
+        configs = quantization_configs(folder)
+    quantized = sorted(name for name in mtp if is_quantized(folder.tensors, name))
     if quantized and not configs:
         problems.append(
             f"{quantized[0]} is quantised ({len(quantized)} MTP tensors), and config.json has no"

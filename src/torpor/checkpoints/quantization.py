@@ -21,7 +21,11 @@ _BESIDE = re.compile(
     r"|output_scale|[qkv]_scale|absmax|quant_map|nested_absmax|nested_quant_map|SCB|weight_scales)$"
     r"|\.weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.\w+)$"
 )
+NARROW_DTYPES = frozenset(("F4", "F6_E2M3", "F6_E3M2", "F8_E4M3", "F8_E5M2", "I8", "U8"))
 PLAIN_DTYPES = frozenset(("BF16", "F16", "F32", "F64"))
+
+# Where a configuration keeps it: config.json, config.json of old, hf_quant_config.json.
+QUANTIZATION_FIELDS = ("quantization_config", "compression_config", "quantization")
 
 # Under which key a method lists the modules that it leaves alone; where it knows several, the first that a
 # configuration has, or the first.
@@ -73,7 +77,9 @@ def has_scale(tensors: Collection[str], module: str) -> bool:
 
 def is_quantized(tensors: Mapping[str, TensorEntry], name: str) -> bool:
     """Whether a tensor is a quantised weight, or what lies beside one."""
-    return plain_name(name) != name or has_scale(tensors, name.removesuffix(".weight"))
+    if plain_name(name) != name or has_scale(tensors, name.removesuffix(".weight")):
+        return True
+    return name.endswith(".weight") and tensors[name].dtype in NARROW_DTYPES
 
 
 def find_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -82,7 +88,7 @@ def find_quantization(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     Args:
         config: What the file says.
     """
-    for field in ("quantization_config", "compression_config", "quantization"):
+    for field in QUANTIZATION_FIELDS:
         if isinstance(config.get(field), Mapping):
             part: Mapping[str, Any] = config[field]
             return part

@@ -3,16 +3,23 @@
 Nothing but headers and raw bytes is read, in pieces of a few MiB, and no tensor is ever built.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torpor.checkpoints.families import MTPLayerCount, count_mtp_layers, family_of
 from torpor.checkpoints.family import Family
 from torpor.checkpoints.folder import Folder, open_folder
 from torpor.checkpoints.header import TensorEntry
+from torpor.checkpoints.inspect import quantization_problems
+from torpor.checkpoints.quantization import is_quantized, plain_name
 from torpor.errors import CheckpointError
+
+# Each holds a few pieces of a few MiB.
+MAX_READERS = 8
 
 Progress = Callable[[int, int], None]
 State = Literal["identical", "differing", "missing", "unexpected"]
@@ -55,8 +62,10 @@ class VerifyResult:
         trunk_missing: Those that the export lacks.
         trunk_unexpected: Trunk tensors that only the export has.
         trunk_mismatched: Those whose dtype or shape differ in the export.
+        quantization_problems: What is wrong with how the export says that its heads are quantised.
         source_count: The source's MTP layers.
         export_count: The export's.
+        export_sha256: Of every tensor of the export, where they were all hashed.
     """
 
     source: Path
@@ -70,15 +79,17 @@ class VerifyResult:
     trunk_missing: tuple[str, ...]
     trunk_unexpected: tuple[str, ...]
     trunk_mismatched: tuple[str, ...]
+    quantization_problems: tuple[str, ...]
     source_count: MTPLayerCount
     export_count: MTPLayerCount
+    export_sha256: Mapping[str, str]
 
     @property
     def ok(self) -> bool:
         """Whether the export may be shipped."""
         mtp_ok = all(tensor.state == "identical" for tensor in self.mtp) and not self.stale_copies
         trunk_ok = not (self.trunk_missing or self.trunk_unexpected or self.trunk_mismatched)
-        return mtp_ok and trunk_ok and self.counts_ok
+        return mtp_ok and trunk_ok and self.counts_ok and not self.quantization_problems
 
     @property
     def counts_ok(self) -> bool:
@@ -111,18 +122,22 @@ class VerifyResult:
                 "unexpected": list(self.trunk_unexpected),
                 "mismatched": list(self.trunk_mismatched),
             },
+            "quantization": {"problems": list(self.quantization_problems)},
             "config": _count_json(self.export_count),
             "source_config": _count_json(self.source_count),
         }
 
 
-def verify_folders(source: str | Path, export: str | Path, progress: Progress | None = None) -> VerifyResult:
+def verify_folders(
+    source: str | Path, export: str | Path, progress: Progress | None = None, hash_all: bool = False
+) -> VerifyResult:
     """Compare an exported folder with the one it was made from.
 
     Args:
         source: The folder that training started from.
         export: The folder that was written afterwards.
         progress: Called after each tensor with the bytes of the source dealt with so far, and all there are.
+        hash_all: Whether to hash every tensor of the export, as a receipt needs it.
 
     Raises:
         CheckpointError: A folder cannot be read, the source has no MTP layers to verify, or the two are of
@@ -138,19 +153,26 @@ def verify_folders(source: str | Path, export: str | Path, progress: Progress | 
             f" its source {source_folder.path} a {family.name!r}\n"
             "  One of the two folders is not the one that was meant."
         )
-    return compare_folders(source_folder, export_folder, family, progress)
+    return compare_folders(source_folder, export_folder, family, progress, hash_all)
 
 
 def compare_folders(
-    source: Folder, export: Folder, family: Family, progress: Progress | None = None
+    source: Folder,
+    export: Folder,
+    family: Family,
+    progress: Progress | None = None,
+    hash_all: bool = False,
 ) -> VerifyResult:
     """Compare two opened folders of one family.
+
+    Tensors are read in parallel, in pieces, so that memory does not grow with the folders.
 
     Args:
         source: The folder that training started from.
         export: The folder that was written afterwards.
         family: Says what is MTP in them, and what may be a copy of the trunk's.
         progress: As in `verify_folders`.
+        hash_all: Whether to hash every tensor of the export, and not only to compare the trunk's.
 
     Raises:
         CheckpointError: The source has no MTP layers, or a folder changed under our hands.
@@ -161,65 +183,168 @@ def compare_folders(
             f"{source.path} has no MTP layers, so nothing about them can be verified\n"
             "  The first argument is the folder that training started from."
         )
-    copy_of = _find_copies(source, family)
-    stale = [name for name, trunk in copy_of.items() if not _are_equal(export, name, export, trunk)]
+    mtp, trunk = family.sort({**source.tensors, **export.tensors}, source.config)
+    sizes = {name: folder.tensors[name].nbytes for folder in (export, source) for name in folder.tensors}
+    with ThreadPoolExecutor(num_readers()) as pool:
+        copy_of = find_copies(source, family)
+        findings: dict[str, Finding] = {}
+        done, total = 0, sum(entry.nbytes for entry in source.tensors.values())
+        reader = _Reader(source, export, frozenset(mtp), copy_of, hash_all)
+        # The largest first: none is left over at the end, when the other readers have nothing more to do.
+        tasks = [pool.submit(reader.read, name) for name in sorted(sizes, key=lambda n: (-sizes[n], n))]
+        try:
+            for task in as_completed(tasks):
+                finding = task.result()
+                findings[finding.name] = finding
+                if progress and finding.name in source.tensors:
+                    done += source.tensors[finding.name].nbytes
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
-    in_source, in_export = set(source.tensors), set(export.tensors)
-    total, done = sum(entry.nbytes for entry in source.tensors.values()), 0
-    mtp, changed, mismatched, missing, unexpected = [], 0, [], [], []
-    for name in sorted(in_source | in_export):
-        if family.is_mtp(name, source.config):
-            if name not in copy_of:
-                mtp.append(_compare_mtp(source, export, name))
-        elif name not in in_source:
-            unexpected.append(name)
-        elif name not in in_export:
-            missing.append(name)
-        elif not _are_alike(source, name, export, name):
-            mismatched.append(name)
-        else:
-            changed += not _are_equal(source, name, export, name)
-        if progress and name in in_source:
-            done += source.tensors[name].nbytes
-            progress(done, total)
-
+    trunk.sort()
+    missing, unexpected = _compare_names(source, export, trunk)
+    mismatched = [name for name in trunk if findings[name].state == "mismatched"]
+    export_mtp, export_trunk = family.sort(export.tensors, export.config)
     return VerifyResult(
         source=source.path,
         export=export.path,
         family=family.name,
-        mtp=tuple(mtp),
+        mtp=tuple(
+            _describe_mtp(source, export, findings[name]) for name in sorted(mtp) if name not in copy_of
+        ),
         copies=tuple(sorted(copy_of)),
-        stale_copies=tuple(sorted(stale)),
-        trunk_tensors=sum(not family.is_mtp(name, source.config) for name in in_source),
-        trunk_changed=changed,
+        stale_copies=tuple(name for name in sorted(copy_of) if findings[name].state != "identical"),
+        trunk_tensors=sum(name in source.tensors for name in trunk),
+        trunk_changed=sum(findings[name].state in ("differing", "requantized") for name in trunk),
         trunk_missing=tuple(missing),
         trunk_unexpected=tuple(unexpected),
         trunk_mismatched=tuple(mismatched),
+        quantization_problems=tuple(quantization_problems(export, family, export_mtp, export_trunk)),
         source_count=source_count,
         export_count=export_count,
+        export_sha256={name: findings[name].export_sha256 or "" for name in export.tensors}
+        if hash_all
+        else {},
     )
 
 
-def _compare_mtp(source: Folder, export: Folder, name: str) -> MTPTensor:
-    before, after = source.tensors.get(name), export.tensors.get(name)
-    before_sha256 = source.sha256(name) if before else None
-    after_sha256 = export.sha256(name) if after else None
-    state: State
-    if not before:
-        state = "unexpected"
-    elif not after:
-        state = "missing"
-    elif _are_alike(source, name, export, name) and before_sha256 == after_sha256:
-        state = "identical"
-    else:
-        state = "differing"
-    return MTPTensor(name, state, before, after, before_sha256, after_sha256)
+def num_readers() -> int:
+    """Return how many threads read and hash: one for each processor, few enough to bound the memory."""
+    return min(len(os.sched_getaffinity(0)), MAX_READERS)
 
 
-def _find_copies(source: Folder, family: Family) -> dict[str, str]:
-    """Return the MTP tensors that are their trunk's, byte for byte, and of which tensor each is a copy."""
+@dataclass(frozen=True)
+class Finding:
+    """How one tensor of the export compares with the source's.
+
+    Attributes:
+        name: Its name.
+        state: The verdict; "mismatched" is another dtype or shape, "requantized" that on purpose.
+        source_sha256: Of its bytes in the source, where they were hashed.
+        export_sha256: Of its bytes in the export, where they were hashed.
+    """
+
+    name: str
+    state: State | Literal["mismatched", "requantized"]
+    source_sha256: str | None = None
+    export_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Compares one tensor at a time; several threads share it."""
+
+    source: Folder
+    export: Folder
+    mtp: Collection[str]
+    copy_of: Mapping[str, str]
+    hash_all: bool
+
+    def read(self, name: str) -> Finding:
+        before, after = self.source.tensors.get(name), self.export.tensors.get(name)
+        if name in self.copy_of:
+            follows = are_equal(self.export, name, self.export, self.copy_of[name])
+            after_sha256 = self.export.sha256(name) if after and self.hash_all else None
+            return Finding(name, "identical" if follows else "differing", None, after_sha256)
+        alike = _are_alike(self.source, name, self.export, name)
+        if name in self.mtp or self.hash_all:
+            before_sha256 = self.source.sha256(name) if before else None
+            after_sha256 = self.export.sha256(name) if after else None
+            equal = alike and before_sha256 == after_sha256
+        else:
+            before_sha256 = after_sha256 = None
+            equal = alike and are_equal(self.source, name, self.export, name)
+        if not before:
+            return Finding(name, "unexpected", None, after_sha256)
+        if not after:
+            return Finding(name, "missing", before_sha256, None)
+        if equal:
+            return Finding(name, "identical", before_sha256, after_sha256)
+        if alike or name in self.mtp:
+            return Finding(name, "differing", before_sha256, after_sha256)
+        quantized = is_quantized(self.source.tensors, name) != is_quantized(self.export.tensors, name)
+        return Finding(name, "requantized" if quantized else "mismatched", before_sha256, after_sha256)
+
+
+def _describe_mtp(source: Folder, export: Folder, finding: Finding) -> MTPTensor:
+    # An MTP tensor of another dtype or shape is a differing one.
+    state = cast(State, finding.state)
+    before, after = source.tensors.get(finding.name), export.tensors.get(finding.name)
+    return MTPTensor(finding.name, state, before, after, finding.source_sha256, finding.export_sha256)
+
+
+def _compare_names(source: Folder, export: Folder, trunk: Collection[str]) -> tuple[list[str], list[str]]:
+    """Return the trunk tensors that the export lacks, and those that only it has.
+
+    A weight that was quantised, or is no longer, goes by another name and has other company; it is the
+    same weight.
+    """
+
+    def plain_names(folder: Folder) -> set[str | None]:
+        return {plain_name(name) for name in trunk if name in folder.tensors}
+
+    before, after = plain_names(source), plain_names(export)
+    requantized = {
+        module
+        for name in trunk
+        if (plain := plain_name(name)) in before & after
+        and plain is not None
+        and is_quantized(source.tensors, name) != is_quantized(export.tensors, name)
+        for module in [plain.removesuffix(".weight")]
+    }
+
+    def is_accounted_for(name: str, elsewhere: set[str | None]) -> bool:
+        plain = plain_name(name)
+        if plain is None:  # what lies beside a weight comes and goes with how it is packed
+            return any(
+                name.startswith(f"{module}.") for module in _modules_around(name) if module in requantized
+            )
+        return plain in elsewhere and plain.removesuffix(".weight") in requantized
+
+    missing = [n for n in trunk if n not in export.tensors and not is_accounted_for(n, after)]
+    unexpected = [n for n in trunk if n not in source.tensors and not is_accounted_for(n, before)]
+    return missing, unexpected
+
+
+def _modules_around(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def find_copies(source: Folder, family: Family) -> dict[str, str]:
+    """Return the MTP tensors that are their trunk's, byte for byte, and of which tensor each is a copy.
+
+    Args:
+        source: A folder in which nothing has been trained since the copies were made.
+        family: Its family.
+
+    Raises:
+        CheckpointError: The folder changed under our hands.
+    """
     candidates = family.copy_candidates(source.tensors, source.config)
-    return {name: trunk for name, trunk in candidates if _are_equal(source, name, source, trunk)}
+    return {name: trunk for name, trunk in candidates if are_equal(source, name, source, trunk)}
 
 
 def _are_alike(one: Folder, one_name: str, other: Folder, other_name: str) -> bool:
@@ -228,7 +353,7 @@ def _are_alike(one: Folder, one_name: str, other: Folder, other_name: str) -> bo
     return a is not None and b is not None and (a.dtype, a.shape) == (b.dtype, b.shape)
 
 
-def _are_equal(one: Folder, one_name: str, other: Folder, other_name: str) -> bool:
+def are_equal(one: Folder, one_name: str, other: Folder, other_name: str) -> bool:
     """Whether both tensors exist, with the same dtype, shape and bytes; reads no further than they agree."""
     if not _are_alike(one, one_name, other, other_name):
         return False

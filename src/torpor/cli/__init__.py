@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 from torpor import __version__
 from torpor.cli.demo import demo
 from torpor.cli.distill import distill
+from torpor.cli.graft import graft
 from torpor.cli.inspect import inspect
 from torpor.cli.verify import verify
 from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
@@ -96,5 +97,6 @@ def prepare(
 
 app.command()(demo)
 app.command()(distill)
+app.command()(graft)
 app.command()(inspect)
 app.command()(verify)

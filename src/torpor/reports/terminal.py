@@ -10,8 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from torpor.checkpoints.families import MTPLayerCount
+from torpor.checkpoints.graft import GraftResult
 from torpor.checkpoints.header import TensorEntry
 from torpor.checkpoints.inspect import Inspection
+from torpor.checkpoints.receipt import ReceiptResult
 from torpor.checkpoints.verify import State, VerifyResult
 
 MTP_PROBLEMS: tuple[State, ...] = ("differing", "missing", "unexpected")
@@ -121,6 +123,61 @@ def print_inspection(result: Inspection, console: Console | None = None) -> None
         console.print("ok: what config.json declares is there and complete", style="green")
 
 
+def print_receipt(result: ReceiptResult, console: Console | None = None) -> None:
+    """Print how a folder compares with the receipt of what it once was.
+
+    Args:
+        result: The comparison.
+        console: Where to; stdout where None.
+    """
+    console = console or Console(highlight=False)
+    console.print(Text(f"{result.export} against {result.receipt} ({result.family})"), soft_wrap=True)
+    problems = [
+        *(f"{name} has other bytes, dtype or shape" for name in result.differing),
+        *(f"{name} is missing" for name in result.missing),
+        *(f"{name} is not in the receipt" for name in result.unexpected),
+        *(["config.json has changed"] if result.is_config_changed else []),
+    ]
+    for problem in problems[:MAX_PROBLEMS]:
+        console.print(Text(f"problem: {problem}", style="bold red"), soft_wrap=True)
+    if len(problems) > MAX_PROBLEMS:
+        console.print(f"and {len(problems) - MAX_PROBLEMS} more; --json lists all")
+    if result.ok:
+        console.print(f"ok: all {result.tensors} tensors are what the receipt says", style="green")
+    else:
+        console.print("FAILED: this is not the folder that was verified", style="bold red")
+
+
+def print_graft(result: GraftResult, console: Console | None = None) -> None:
+    """Print what a graft did.
+
+    Args:
+        result: Its result.
+        console: Where to; stdout where None.
+    """
+    console = console or Console(highlight=False)
+    lines = [
+        f"{result.out} ({result.family}): {result.trunk} with the MTP layers of {result.heads}",
+        f"{len(result.mtp)} MTP tensors, byte for byte from {result.heads}",
+    ]
+    if result.kept:
+        lines.append(f"{len(result.kept)} MTP tensors were there already, as they have to be")
+    if result.copies:
+        lines.append(f"{len(result.copies)} copies of trunk tensors, from {result.trunk}")
+    lines += [f"{_describe_bytes(nbytes)} of its files {how}" for how, nbytes in result.placed_bytes.items()]
+    lines.append(f"{_describe_bytes(result.written_bytes)} written")
+    if result.config_changes:
+        lines.append(f"changed in the configuration: {', '.join(result.config_changes)}")
+    for line in lines:
+        console.print(Text(line), soft_wrap=True)
+    if result.placed_bytes.get("hard-linked"):
+        console.print(
+            Text(f"hard-linked files are those of {result.trunk}: replace them, never write into them"),
+            soft_wrap=True,
+        )
+    console.print(Text(f"check it: torpor verify {result.heads} {result.out}", style="green"), soft_wrap=True)
+
+
 @contextmanager
 def byte_progress(what: str, console: Console | None = None) -> Iterator[Callable[[int, int], None]]:
     """Show how far some reading or writing has come: a bar on a terminal, a line now and then elsewhere.
@@ -179,6 +236,8 @@ def _problems(result: VerifyResult) -> Iterator[tuple[str, str, str, str]]:
     for word, names in _trunk_problems(result):
         for name in names:
             yield name, f"trunk, {word}", "", ""
+    for problem in result.quantization_problems:
+        yield "quantisation", problem, "", ""
     for where, count in (("source", result.source_count), ("export", result.export_count)):
         if not count.agree:
             yield f"{count.field} of the {where}", "disagrees with its tensors", "", ""

@@ -8,6 +8,7 @@ import tracemalloc
 import pytest
 
 import tiny
+from golden_folders import GOLDEN_NAMES, golden_tensors, read_manifest, write_golden
 from raw_folders import write_folder
 from sabotage import drop, flip_bit, rename, reshape, retype, write_changed
 from torpor.checkpoints import folder as folder_module
@@ -48,6 +49,7 @@ def test_sound_export(verify, nemotron_h):
         "mtp": {"tensors": 22, "identical": 22, "differing": [], "missing": [], "unexpected": []},
         "copies": {"tensors": 0, "stale": []},
         "trunk": {"tensors": 33, "changed": 0, "missing": [], "unexpected": [], "mismatched": []},
+        "quantization": {"problems": []},
         "config": {"declared": 1, "physical": 1, "written": 1},
         "source_config": {"declared": 1, "physical": 1, "written": 1},
     }
@@ -305,3 +307,97 @@ def test_no_torch(nemotron_h):
         [sys.executable, "-c", code, str(nemotron_h)], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def quantise(*kept):
+    """A change that packs the trunk's projections as FP8 beside their scales, all but these."""
+
+    def change(tensors):
+        for name, (_, shape, data) in list(tensors.items()):
+            if name.startswith("model.layers.") and name.endswith("_proj.weight") and name not in kept:
+                tensors[name] = ("F8_E4M3", shape, data[::2])
+                tensors[f"{name}_scale_inv"] = ("F32", [1, 1], bytes(4))
+        return tensors
+
+    return change
+
+
+FP8 = {"quant_method": "fp8", "modules_to_not_convert": ["mtp"]}
+
+
+def test_quantised_export(tmp_path):
+    """A trunk that was quantised is whole, under other dtypes and with scales; its heads are excluded."""
+    source = write_golden(tmp_path / "source", "qwen3_5")
+    export = write_golden(tmp_path / "export", "qwen3_5", change=quantise(), quantization_config=FP8)
+    report = verify_folders(source, export).to_json()
+    assert report["ok"], report
+    assert report["trunk"]["changed"] > 10
+    # And back: an export in plain weights of a quantised source.
+    back = verify_folders(export, source).to_json()
+    assert back["ok"], back
+
+
+def test_quantised_export_that_lost_a_weight(tmp_path):
+    """Quantisation excuses a weight's dtype, not its absence."""
+    source = write_golden(tmp_path / "source", "qwen3_5")
+    lost = "model.layers.1.self_attn.q_proj.weight"
+    export = write_golden(
+        tmp_path / "export",
+        "qwen3_5",
+        change=lambda t: {n: v for n, v in quantise()(t).items() if not n.startswith(lost)},
+        quantization_config=FP8,
+    )
+    report = verify_folders(source, export).to_json()
+    assert not report["ok"]
+    assert report["trunk"]["missing"] == [lost]
+
+
+def test_lost_scale(tmp_path):
+    """Beside a weight that is still quantised its scale is needed."""
+    source = write_golden(tmp_path / "source", "qwen3_5", change=quantise(), quantization_config=FP8)
+    lost = "model.layers.1.self_attn.q_proj.weight_scale_inv"
+    export = write_changed(source, tmp_path / "export", drop(lost))
+    report = verify_folders(source, export).to_json()
+    assert not report["ok"]
+
+
+def test_heads_that_are_not_excluded(tmp_path):
+    """Right bytes that a server would read wrongly are no success."""
+    source = write_golden(tmp_path / "source", "qwen3_5")
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["lm_head"]}
+    export = write_golden(tmp_path / "export", "qwen3_5", change=quantise(), quantization_config=config)
+    report = verify_folders(source, export).to_json()
+    assert not report["ok"]
+    assert "does not exclude them, first mtp.fc" in report["quantization"]["problems"][0]
+
+
+@pytest.mark.parametrize("name", GOLDEN_NAMES)
+def test_every_family(tmp_path, name):
+    """A sound export passes; with one bit of an MTP tensor flipped it does not, nor with stale copies."""
+    manifest = read_manifest(name)
+    source = write_golden(tmp_path / "source", name)
+
+    def train(tensors):
+        new = golden_tensors(name, seed=1)
+        trained = {n: new[n] if n in manifest["trunk"] else v for n, v in tensors.items()}
+        return trained | {copy: new[of] for copy, of in manifest["copies"].items()}
+
+    export = write_golden(tmp_path / "export", name, change=train)
+    result = verify_folders(source, export)
+    assert result.ok
+    assert set(result.copies) == manifest["copies"].keys()
+    assert result.trunk_changed == sum(not said.startswith("I64") for said in manifest["trunk"].values())
+    for i, lost in enumerate(manifest["mtp"]):
+        if i % 7:
+            continue
+        damaged = write_changed(export, tmp_path / f"damaged{i}", flip_bit(lost))
+        report = verify_folders(source, damaged).to_json()
+        assert not report["ok"]
+        assert lost in report["mtp"]["differing"] + report["copies"]["stale"]
+    if manifest["copies"]:
+        stale = write_golden(
+            tmp_path / "stale",
+            name,
+            change=lambda t: train(t) | {copy: t[copy] for copy in manifest["copies"]},
+        )
+        assert verify_folders(source, stale).stale_copies == tuple(sorted(manifest["copies"]))
