@@ -68,8 +68,15 @@ def stop_layout() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def build_chunks(case: Case, mtp: bool, seed: int) -> list[torch.nn.Module]:
-    """Build this rank's chunks of the case's model, with its MTP layers or without."""
+def build_chunks(case: Case, mtp: bool, seed: int, **overrides: Any) -> list[torch.nn.Module]:
+    """Build this rank's chunks of the case's model, with its MTP layers or without.
+
+    Args:
+        case: The case.
+        mtp: Whether to build the MTP layers.
+        seed: Of the weights.
+        overrides: Fields of the TransformerConfig.
+    """
     layout, model = case.layout, case.model
     fields: dict[str, Any] = {
         "num_layers": NUM_LAYERS,
@@ -104,7 +111,7 @@ def build_chunks(case: Case, mtp: bool, seed: int) -> list[torch.nn.Module]:
         segments = [model.pattern[end - size : end] for end, size in zip(ends, layout.cuts, strict=True)]
         model = dataclasses.replace(model, pattern="|".join(segments))
     stages = range(layout.virtual) if layout.virtual else [None]
-    return [build(model, mtp=mtp, seed=seed, vp_stage=stage, **fields) for stage in stages]
+    return [build(model, mtp=mtp, seed=seed, vp_stage=stage, **fields | overrides) for stage in stages]
 
 
 def trunk_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -136,7 +143,7 @@ def _run_groups(layout: Arrangement, tied: bool, cases: Sequence[Case], bypass: 
     for case, got in dormant.items():
         print(f"{case}: without MTP", flush=True)
         chunks = build_chunks(case, mtp=False, seed=101)
-        _load_trunk(chunks, got["start"], case)
+        load_trunk(chunks, got["start"], case)
         expected = train(chunks, case)[0]
         found[str(case)] = got["wrong"] + _compare(got, expected, case)
     stop_layout()
@@ -290,7 +297,7 @@ def _main_gradients(chunks, wrapped) -> dict[str, torch.Tensor]:
 # --- comparing ------------------------------------------------------------------------------------------
 
 
-def _load_trunk(chunks, start: dict[str, torch.Tensor], case: Case) -> None:
+def load_trunk(chunks, start: dict[str, torch.Tensor], case: Case) -> None:
     """Load the dormant model's trunk as it was into the model built without MTP, and nothing less."""
     known = _in_terms_of_reference(start, [chunk.state_dict() for chunk in chunks], case)
     for index, chunk in enumerate(chunks):

@@ -1,7 +1,7 @@
-"""Two ways to skip MTP that look right and are not: the matrix has to catch both.
+"""Ways to skip MTP that look right and are not: the tests have to catch each.
 
-With either the loss falls, the copies of a shared embedding stay equal and the cross-entropy is close. With
-tied weights on several stages the last one projects with a random weight of its own all the same.
+With the first two the loss falls, the copies of a shared embedding stay equal and the cross-entropy is close.
+With tied weights on several stages the last one projects with a random weight of its own all the same.
 """
 
 import copy
@@ -10,6 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from torpor import freeze_mtp
+from torpor.dormancy import bypass
 
 
 def flip_mtp_process(chunks: Sequence[torch.nn.Module]) -> None:
@@ -46,3 +49,17 @@ def _freeze_and_wrap(chunks: Sequence[torch.nn.Module], forward: Any) -> None:
         for name, parameter in chunk.named_parameters():
             parameter.requires_grad_(not name.startswith("mtp."))
         chunk.forward = partial(forward, chunk)
+
+
+def freeze_without_zero_gradients(chunks: Sequence[torch.nn.Module]) -> Any:
+    """Sleep as Torpor does, but leave embedding copies that nothing reads without a gradient."""
+    handle = freeze_mtp(chunks)
+    for chunk in chunks:
+        vars(chunk)["_call_impl"].unread_duplicates = list
+    return handle
+
+
+def freeze_without_waiting_for_weights(chunks: Sequence[torch.nn.Module]) -> Any:
+    """Sleep as Torpor does, but do not wait for the weights that overlap_param_gather fetches."""
+    bypass._wait_for_gathered_weights = lambda module: None
+    return freeze_mtp(chunks)
