@@ -21,6 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+START_SECONDS = 240
+
 
 class RankFailedError(AssertionError):
     """A rank raised, died or did not finish; the message holds what it printed and its traceback."""
@@ -37,7 +39,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         function: A function at the top level of a module that the ranks can import.
         world_size: Number of ranks.
         args: Arguments, the same on each rank; they are pickled, and so is the result.
-        timeout: Seconds until all ranks are killed.
+        timeout: Seconds that the function may take, once all ranks have started, until they are killed.
 
     Returns:
         The results, ordered by rank.
@@ -52,7 +54,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         (folder / "call.pickle").write_bytes(pickle.dumps(call))
         ranks = [_start(folder, rank, world_size) for rank in range(world_size)]
         try:
-            _wait(ranks, folder, time.monotonic() + timeout, timeout)
+            _wait(ranks, folder, timeout)
         finally:
             for rank in ranks:
                 if rank.poll() is None:
@@ -87,9 +89,15 @@ def _start(folder: Path, rank: int, world_size: int) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float, timeout: float) -> None:
+def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, timeout: float) -> None:
     """Return when every rank has finished well; raise as soon as one has not."""
+    # Importing Megatron takes a few seconds, and many times that on a machine with other work.
+    deadline = time.monotonic() + START_SECONDS
+    starting = True
     while True:
+        if starting and all((folder / f"started_{index}").exists() for index in range(len(ranks))):
+            starting = False
+            deadline = time.monotonic() + timeout
         codes = [rank.poll() for rank in ranks]
         failed = [index for index, code in enumerate(codes) if code]
         if failed:
@@ -107,7 +115,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]], folder: Path, deadline: float, t
                 ranks[index].send_signal(signal.SIGUSR1)  # has the rank print where it is
             time.sleep(0.5)
             reports = "\n".join(_report(folder, index, None) for index in stuck)
-            raise RankFailedError(f"ranks {stuck} of {len(ranks)} did not finish in {timeout} s\n{reports}")
+            what = f"start in {START_SECONDS}" if starting else f"finish in {timeout}"
+            raise RankFailedError(f"ranks {stuck} of {len(ranks)} did not {what} s\n{reports}")
         time.sleep(0.02)
 
 
@@ -156,6 +165,7 @@ def _run_rank(folder: Path) -> None:
             world_size=world_size,
             timeout=datetime.timedelta(minutes=5),
         )
+        (folder / f"started_{rank}").touch()
         function = import_module(module)
         for part in name.split("."):
             function = getattr(function, part)

@@ -246,8 +246,67 @@ def initialize_with_errors() -> list[str]:
     return messages
 
 
-def test_every_rank_refuses_a_layout_with_the_same_words() -> None:
-    first, second = run_ranks(initialize_with_errors, 2)
+def draw(layout: Layout) -> tuple[list[float], list[float]]:
+    """Numbers drawn outside and inside the state of tensor parallel ranks."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    parallel.initialize(layout, seed=1)
+    outside = torch.randn(3).tolist()
+    with get_cuda_rng_tracker().fork():
+        inside = torch.randn(3).tolist()
+    parallel.shutdown()
+    return outside, inside
+
+
+def exchange_unequal_parts() -> tuple[list[list[float]], list[float]]:
+    """Gather one number from rank 0 and two from rank 1; give the sums of three to them in the same way."""
+    rank = dist.get_rank()
+    space = {
+        "__name__": "megatron.core.tensor_parallel.mappings",  # gloo's own collectives refuse unequal parts
+        "dist": dist,
+        "gathered": [torch.zeros(1), torch.zeros(2)],
+        "mine": torch.full((rank + 1,), float(rank + 1)),
+        "scattered": torch.zeros(rank + 1),
+        "whole": [torch.tensor([1.0]), torch.tensor([2.0, 3.0])],
+    }
+    exec("dist.all_gather(gathered, mine); dist.reduce_scatter(scattered, whole)", space)
+    return [part.tolist() for part in space["gathered"]], space["scattered"].tolist()
+
+
+def check_two_ranks() -> tuple:
+    return (
+        initialize_with_errors(),
+        draw(Layout(tensor=2)),
+        draw(Layout(pipeline=2)),
+        draw(Layout()),
+        exchange_unequal_parts(),
+    )
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[tuple]:
+    return list(zip(*run_ranks(check_two_ranks, 2), strict=True))
+
+
+def test_every_rank_refuses_a_layout_with_the_same_words(two_ranks) -> None:
+    first, second = two_ranks[0]
     assert first == second
     assert len(first) == 3
     assert all(message.startswith("ConfigError: 2 ranks cannot be divided") for message in first)
+
+
+def test_ranks_draw_alike_where_they_must_and_differently_where_they_must(two_ranks) -> None:
+    """Replicas draw alike; tensor parallel ranks differ inside their own state only; stages always differ."""
+    _, tensor, pipeline, data, _ = two_ranks
+    assert data[0] == data[1]
+    assert tensor[0][0] == tensor[1][0]
+    assert tensor[0][1] != tensor[1][1]
+    assert pipeline[0][0] != pipeline[1][0]
+    assert pipeline[0][1] != pipeline[1][1]
+
+
+def test_parts_of_unequal_size_are_gathered_and_scattered(two_ranks) -> None:
+    (gathered, first), (gathered_too, second) = two_ranks[4]
+    assert gathered == gathered_too == [[1.0], [2.0, 2.0]]
+    assert first == [2.0]
+    assert second == [4.0, 6.0]
