@@ -16,6 +16,9 @@ from torpor.checkpoints.verify import verify_folders
 from torpor.reports.html import render_report
 from torpor.reports.results import Stage
 
+# The module's one demo starts four processes that import everything; a busy machine takes its time over that.
+pytestmark = pytest.mark.timeout(900)
+
 TINY = """
 import sys
 from pathlib import Path
