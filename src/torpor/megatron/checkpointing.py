@@ -15,7 +15,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ import numpy
 import torch
 
 from torpor.errors import CheckpointError, ConfigError
-from torpor.megatron.weights import SHARDING_METADATA
+from torpor.megatron.weights import SHARDING_METADATA, first_cause
 
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
@@ -92,9 +92,9 @@ def save_checkpoint(
         Folder of the new checkpoint.
 
     Raises:
-        CheckpointError: The directory already has a latest checkpoint of this step or a later one.
+        CheckpointError: The directory already has a latest checkpoint of this step or a later one, or cannot
+            be written. Every rank raises the same.
     """
-    from megatron.core import dist_checkpointing
 
     if keep < 1:
         raise ConfigError(
@@ -118,22 +118,15 @@ def save_checkpoint(
         _current_layout(),
         _optimizer_kind(optimizer),
     )
-    if _rank() == 0:
+
+    def prepare() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # What an earlier kill left: unfinished saves, and a finished one that `latest` never came to name.
         for leftover in (*directory.glob(f"*{_PARTIAL}"), final):
             _remove(leftover)
         partial.mkdir()
-    _barrier()
 
-    dist_checkpointing.save(
-        _sharded_state(chunks, optimizer, is_loading=False),
-        str(partial),
-        _synchronous_strategy(),
-        content_metadata={"torpor": 1},
-    )
-    _barrier()
-    if _rank() == 0:
+    def publish() -> None:
         (partial / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n")
         for file in partial.iterdir():
             _fsync(file)
@@ -142,7 +135,10 @@ def save_checkpoint(
         _fsync(directory)
         _point_to(directory, final.name)
         _prune(directory, keep)
-    _barrier()
+
+    _on_rank_zero(prepare, f"{directory} cannot be written")
+    _write_tensors(_sharded_state(chunks, optimizer, is_loading=False), partial)
+    _on_rank_zero(publish, f"{partial} cannot be completed")
     return final
 
 
@@ -209,8 +205,6 @@ def load_checkpoint(
         CheckpointError: The checkpoint has other tensors than the model, or an optimizer is given and the
             checkpoint was written at another layout or by another kind of optimizer.
     """
-    from megatron.core import dist_checkpointing
-
     state = read_training_state(checkpoint)
     if fingerprint is not None:
         _check_fingerprint(checkpoint, state.fingerprint, fingerprint)
@@ -218,7 +212,7 @@ def load_checkpoint(
         _check_resumable(checkpoint, state, optimizer)
     sharded = _sharded_state(chunks, optimizer, is_loading=True)
     _check_tensors(checkpoint, sharded)
-    loaded = dist_checkpointing.load(sharded, str(checkpoint))
+    loaded = _read_tensors(sharded, checkpoint)
     for index, chunk in enumerate(chunks):
         _unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
     if optimizer is not None:
@@ -470,32 +464,87 @@ def _check_tensors(checkpoint: Path, sharded: dict[str, Any]) -> None:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-    stored = load_tensors_metadata(str(checkpoint))
     wanted: dict[str, tuple[int, ...]] = {}
     for item in nested_values(sharded):
         built = item.build() if isinstance(item, ShardedTensorFactory) else item
         parts = nested_values({"parts": built}) if isinstance(built, (dict, list)) else [built]
-        wanted |= {part.key: part.global_shape for part in parts if isinstance(part, ShardedTensor)}
+        wanted |= {part.key: tuple(part.global_shape) for part in parts if isinstance(part, ShardedTensor)}
+    # All ranks compare what all of them want, so that all of them raise or none.
+    for other in _gather(wanted):
+        wanted |= other
+
+    stored = load_tensors_metadata(str(checkpoint))
     for name, shape in sorted(wanted.items()):
         if name not in stored:
             raise CheckpointError(f"{checkpoint} has no {name}, which this model or its optimizer needs")
-        if tuple(stored[name].global_shape) != tuple(shape):
+        if tuple(stored[name].global_shape) != shape:
             raise CheckpointError(
-                f"{name} has shape {tuple(stored[name].global_shape)} in {checkpoint} and {tuple(shape)} here"
+                f"{name} has shape {tuple(stored[name].global_shape)} in {checkpoint} and {shape} here"
             )
-    has_optimizer = "optimizer" in sharded
-    everyone: list[set[str]] = [set(wanted)] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, set(wanted))
     unclaimed = sorted(
         name
-        for name in set(stored).difference(*everyone)
-        if has_optimizer or not name.startswith("optimizer.")
+        for name in set(stored) - set(wanted)
+        if "optimizer" in sharded or not name.startswith("optimizer.")
     )
     if unclaimed:
         raise CheckpointError(
             f"{checkpoint} holds {unclaimed[0]} and {len(unclaimed) - 1} more that nothing here takes\n"
             "  Build the model as the run that wrote it did."
         )
+
+
+# --- all ranks together ---------------------------------------------------------------------------------
+
+
+def _write_tensors(sharded: dict[str, Any], partial: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dist_checkpointing.save(
+            sharded, str(partial), _synchronous_strategy(), content_metadata={"torpor": 1}
+        )
+    except CheckpointException as error:  # PyTorch raises it on every rank, whichever failed
+        raise CheckpointError(f"{partial} cannot be written: {first_cause(error)}") from error
+
+
+def _read_tensors(sharded: dict[str, Any], checkpoint: Path) -> dict[str, Any]:
+    from megatron.core import dist_checkpointing
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    loaded, failure = {}, None
+    try:
+        loaded = dist_checkpointing.load(sharded, str(checkpoint))
+    except CheckpointException as error:
+        failure = first_cause(error)
+    except Exception as error:  # a damaged file shows as whatever PyTorch trips over
+        failure = f"{type(error).__name__}: {error}"
+    for rank, message in enumerate(_gather(failure)):
+        if message is not None:
+            raise CheckpointError(
+                f"{checkpoint} cannot be read by rank {rank}: {message}\n"
+                "  Resume from another checkpoint of the run: write its name into `latest`."
+            )
+    return loaded
+
+
+def _on_rank_zero(action: Callable[[], None], what: str) -> None:
+    """Do something on rank 0 while the others wait; a failure there is raised on every rank."""
+    failure = None
+    if _rank() == 0:
+        try:
+            action()
+        except OSError as error:
+            failure = str(error)
+    message = _gather(failure)[0]
+    if message is not None:
+        raise CheckpointError(f"{what}: {message}")
+
+
+def _gather(value: Any) -> list[Any]:
+    everyone = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, value)
+    return everyone
 
 
 # --- files ----------------------------------------------------------------------------------------------
@@ -536,7 +585,3 @@ def _fsync(path: Path) -> None:
 
 def _rank() -> int:
     return torch.distributed.get_rank()
-
-
-def _barrier() -> None:
-    torch.distributed.barrier()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
 
@@ -369,7 +369,7 @@ def _check_field(hf_config: Config, field: str, supported: Any, default: Any = N
         _refuse(field, value, repr(supported))
 
 
-def _refuse(field: str, value: Any, supported: str) -> None:
+def _refuse(field: str, value: Any, supported: str) -> NoReturn:
     raise UnsupportedModelError(f"config.json has {field} = {value!r}; supported is {supported}")
 
 

@@ -18,6 +18,7 @@ from torpor.errors import CheckpointError, ConfigError, MTPChangedError
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from megatron.core.transformer.module import MegatronModule
+    from torch.distributed.checkpoint.api import CheckpointException
 
     from torpor.checkpoints.name_map import Entry, NameMap
 
@@ -196,7 +197,7 @@ def _copy(tensor: torch.Tensor, shard: ShardedTensor, folder: Folder) -> None:
         shard.data.copy_(tensor[shard.global_slice()[expert_dims:]])
 
 
-def _flatten(nested) -> Iterable:
+def _flatten(nested: Any) -> list[Any]:
     if isinstance(nested, dict):
         nested = list(nested.values())
     if not isinstance(nested, (list, tuple)):
@@ -204,19 +205,24 @@ def _flatten(nested) -> Iterable:
     return [leaf for item in nested for leaf in _flatten(item)]
 
 
-def _check_claimed(chunks, shards, name_map: NameMap, folder: Folder) -> None:
-    """Compare what the modules of all ranks hold with what the folder's name map lists, both ways."""
+def _check_claimed(
+    chunks: Sequence[MegatronModule], shards: Sequence[ShardedTensor], name_map: NameMap, folder: Folder
+) -> None:
+    """Compare what the modules of all ranks hold with what the folder's name map lists, both ways.
+
+    All ranks compare the same, so that all of them raise or none.
+    """
     held = {shard.key for shard in shards}
+    if torch.distributed.is_initialized():
+        everyone: list[set[str]] = [set()] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, held)
+        held = set().union(*everyone)
     unknown = sorted(held - set(name_map.by_megatron))
     if unknown:
         raise CheckpointError(
             f"{folder.path} has no tensor for {unknown[0]} and {len(unknown) - 1} more of the model's\n"
             "  Build the model from the folder's own config.json."
         )
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        everyone: list[set[str]] = [set()] * torch.distributed.get_world_size()
-        torch.distributed.all_gather_object(everyone, held)
-        held = set().union(*everyone)
     family = find_family(folder.config)
     is_trunk_only = chunks[0].config.mtp_num_layers is None
     for entry in name_map.entries:
@@ -275,7 +281,7 @@ class _GlobalTensors:
 
         class Reader(FileSystemReader):
             # Every load asks for the metadata again; parsing it once keeps the cost linear in the tensors.
-            def read_metadata(self, *args, **kwargs):
+            def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
                 return metadata
 
         self.path = path
@@ -294,6 +300,7 @@ class _GlobalTensors:
 
     def read(self, entry: Entry) -> list[torch.Tensor]:
         from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.api import CheckpointException
 
         missing = [name for name in entry.megatron_names if name not in self.names]
         if missing:
@@ -302,8 +309,17 @@ class _GlobalTensors:
             name: torch.empty(self._stored[name].size, dtype=self._stored[name].properties.dtype)
             for name in entry.megatron_names
         }
-        checkpoint.load(tensors, storage_reader=self._reader, no_dist=True)
+        try:
+            checkpoint.load(tensors, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:
+            raise CheckpointError(f"{self.path} cannot be read: {first_cause(error)}") from error
         return list(tensors.values())
+
+
+def first_cause(error: CheckpointException) -> str:
+    """Say what went wrong first in a PyTorch checkpoint operation, whose own message is all tracebacks."""
+    rank, (cause, _) = next(iter(error.failures.items()))
+    return f"{type(cause).__name__} on rank {rank}: {cause}"
 
 
 def _is_mtp(entry: Entry, mtp_names: set[str]) -> bool:

@@ -23,7 +23,7 @@ from torpor.megatron.checkpointing import (
 )
 from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
-from torpor.megatron.weights import load_weights
+from torpor.megatron.weights import export_folder, load_weights
 
 TOKENS = torch.randint(0, 320, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -272,6 +272,25 @@ def test_heads_awake_after_a_dormant_run_are_refused_by_name(tmp_path, megatron_
     with pytest.raises(CheckpointError, match=r"no optimizer\.state\.\w+\.mtp\.layers\.0"):
         load_checkpoint(checkpoint, chunks, optimizer)
     load_checkpoint(checkpoint, chunks)
+
+
+def test_damaged_tensor_file_is_refused(tmp_path, megatron_rank, mimo):
+    chunks = build_model(mimo.config, Layout(), torch.float32)
+    checkpoint = save_checkpoint(tmp_path / "run", 1, chunks)
+    (file,) = checkpoint.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match="cannot be read by rank 0"):
+        load_checkpoint(checkpoint, chunks)
+    with pytest.raises(CheckpointError, match="cannot be read: "):
+        export_folder(checkpoint, mimo, tmp_path / "export")
+    assert not (tmp_path / "export").exists()
+
+
+def test_directory_that_cannot_be_written_is_refused(tmp_path, megatron_rank, mimo):
+    (tmp_path / "run").write_text("a file where the folder should be")
+    chunks = build_model(mimo.config, Layout(), torch.float32)
+    with pytest.raises(CheckpointError, match=r"run cannot be written: .*exists"):
+        save_checkpoint(tmp_path / "run", 1, chunks)
 
 
 def test_unreadable_state_is_refused(tmp_path):
