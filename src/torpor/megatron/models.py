@@ -197,6 +197,8 @@ def _check_nemotron_h(hf_config: Config) -> None:
         _check_field(hf_config, "conv_kernel", 4)
         # Megatron's mixer normalises with 1e-5 whatever the model's epsilon is.
         _check_field(hf_config, "layer_norm_epsilon", 1e-5)
+        # Megatron's mixer does not clamp the time step. Transformers' clamps it at time_step_min, not at
+        # this field, which shows only where a step is smaller than that.
         limit = hf_config.get("time_step_limit")
         if limit is not None and [float(end) for end in limit] != [0.0, float("inf")]:
             _refuse("time_step_limit", limit, "[0.0, Infinity]")
