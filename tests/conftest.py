@@ -8,6 +8,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 # gloo resolves the host's own name otherwise, which not every machine can.
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -32,11 +33,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def megatron_rank() -> Iterator[None]:
-    """A world of one rank with Megatron's process groups, generators seeded with 1234."""
+def megatron_rank() -> None:
+    """A world of one rank with Megatron's process groups, generators seeded with 1234.
+
+    The groups stay for the next test: each group's gloo threads live on after it is destroyed, and a few
+    hundred tests with groups of their own would leave thousands that wake up all the time.
+    """
+    from torpor.megatron import parallel
+    from torpor.megatron.host import prepare_host
+
+    prepare_host()
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+
+    destroy_moe_metrics_tracker()  # one a process, for all models
+    if not parallel_state.model_parallel_is_initialized():
+        parallel.initialize(parallel.Layout(), seed=1234)
+        return
+    import numpy
+    import torch
+
+    random.seed(1234)
+    numpy.random.seed(1234)
+    torch.manual_seed(1234)
+    tensor_parallel.model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+
+
+@pytest.fixture
+def no_process_groups() -> Iterator[None]:
+    """No process group, neither torch's nor Megatron's, before and after."""
     from torpor.megatron import parallel
 
-    parallel.initialize(parallel.Layout(), seed=1234)
+    parallel.shutdown()
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from torpor.megatron.parallel import Layout
 
 
 @pytest.fixture(autouse=True)
-def _no_torchrun(monkeypatch):
+def _no_torchrun(monkeypatch, no_process_groups):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
