@@ -199,32 +199,60 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case comes to: supported, refused by `freeze_mtp`, or nothing that exists."""
+    """What a case comes to: supported, refused by `freeze_mtp`, or nothing that exists.
 
-    kind: str  # "supported", "refused" or "n/a"
-    reason: str = ""
+    Attributes:
+        kind: "supported", "refused" or "n/a".
+        text: Why, in the table of supported layouts.
+        message: What a refusal's message has to contain.
+    """
+
+    kind: str
+    text: str = ""
+    message: str = ""
 
 
 SUPPORTED = Outcome("supported")
+NO_EXPERTS = Outcome("n/a", "the model has no experts to spread.")
+MOE_NEEDS_SEQUENCE_PARALLEL = Outcome("n/a", "Megatron refuses MoE under TP without sequence parallel.")
+NO_CONTEXT_PARALLEL = Outcome(
+    "n/a",
+    "Megatron's local attention has no context parallelism, only Transformer Engine's has, and it is not"
+    " there on the machines that run the tests.",
+)
+BATCHED_INTERLEAVING = Outcome(
+    "refused",
+    "both neighbours of a stage are the same rank, and batched sends meet the wrong receives; with overlapped"
+    " p2p it is right.",
+    "both neighbours of a stage are the same rank",
+)
+HYBRID_APART = Outcome(
+    "refused",
+    "Megatron's HybridModel computes its MTP loss only on the stage that holds MTP.",
+    "HybridModel computes its MTP loss only on the stage that holds MTP",
+)
+EMBEDDING_GROUP = Outcome(
+    "refused",
+    "`initialize_model_parallel` needs a `get_embedding_ranks` that knows the MTP stage, or its copy of the"
+    " embedding starts at zero and drifts.",
+    "get_embedding_ranks",
+)
 
 
 def outcome(model: Kind, layout: Arrangement) -> Outcome:
-    """Return what a model at a layout has to come to; a refusal's reason is part of the message."""
+    """Return what a model at a layout has to come to."""
     if layout.expert > 1 and not model.moe:
-        return Outcome("n/a", "the model has no experts")
+        return NO_EXPERTS
     if model.moe and layout.tensor > 1 and not layout.sequence_parallel:
-        return Outcome("n/a", "Megatron refuses MoE under TP without sequence parallel")
+        return MOE_NEEDS_SEQUENCE_PARALLEL
     if layout.context > 1:
-        return Outcome(
-            "n/a",
-            "the local attention has no context parallelism; with Transformer Engine it is its attention's",
-        )
+        return NO_CONTEXT_PARALLEL
     if layout.batched_p2p:
-        return Outcome("refused", "both neighbours of a stage are the same rank")
+        return BATCHED_INTERLEAVING
     if layout.is_mtp_apart and model.pattern is not None:
-        return Outcome("refused", "HybridModel computes its MTP loss only on the stage that holds MTP")
+        return HYBRID_APART
     if not layout.mtp_in_embedding_group:
-        return Outcome("refused", "get_embedding_ranks")
+        return EMBEDDING_GROUP
     return SUPPORTED
 
 

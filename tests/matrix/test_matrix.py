@@ -63,7 +63,7 @@ def test_asleep_equals_built_without(case, launches):
     for found in launches.result(case):
         if case.outcome.kind == "refused":
             (message,) = found
-            assert case.outcome.reason in message
+            assert case.outcome.message in message
         else:
             assert found == []
 
