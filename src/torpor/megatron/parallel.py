@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import gc
 import os
 import random
 import tempfile
@@ -181,15 +182,24 @@ def initialize(
 
 
 def shutdown() -> None:
-    """Take down Megatron's process groups, and the process group itself if `initialize` made it."""
+    """Take down Megatron's process groups, and the world if `start_processes` or `initialize` made it.
+
+    A process group polls in threads of its own until the last reference to it is gone, and a model holds
+    references in cycles: they are collected here, or the threads of one layout would slow down the next.
+    """
     global _owns_process_group, _rendezvous_folder
     from megatron.core import parallel_state
 
     if parallel_state.model_parallel_is_initialized():
+        # The first entry stands for the world.
+        groups = [group for group in parallel_state._global_process_group_list if group is not None]
         parallel_state.destroy_model_parallel()
+        while groups:
+            dist.destroy_process_group(groups.pop())
     if _owns_process_group:
         dist.destroy_process_group()
         _owns_process_group = False
+    gc.collect()
     if _rendezvous_folder is not None:
         _rendezvous_folder.cleanup()
         _rendezvous_folder = None

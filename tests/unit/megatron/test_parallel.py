@@ -1,6 +1,7 @@
 """Layouts against worlds, the start of a world, and the errors of both."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from torpor.errors import ConfigError
 from torpor.megatron import parallel
+from torpor.megatron.host import is_cpu_host
 from torpor.megatron.parallel import Layout
 
 
@@ -88,6 +90,26 @@ def test_a_process_group_that_exists_is_used_and_left(tmp_path) -> None:
         with pytest.raises(ConfigError):
             parallel.initialize(Layout(tensor=2), seed=3)
         assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_threads_of_a_layout_end_with_it(tmp_path) -> None:
+    """Each process group polls in threads of its own; those of a layout go although the world stays."""
+
+    def count_threads() -> int:
+        return len(list(Path("/proc/self/task").iterdir()))
+
+    if not Path("/proc/self/task").exists():
+        pytest.skip("threads are counted in /proc")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        before = count_threads()
+        for _ in range(2):
+            parallel.initialize(Layout(), seed=3)
+            assert count_threads() > before + 20 or not is_cpu_host()
+            parallel.shutdown()
+            assert count_threads() < before + 10
     finally:
         dist.destroy_process_group()
 
