@@ -85,7 +85,7 @@ class DormantLanguageModelCall:
         self.num_awake = 0
         self._config: Any = None
 
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; while asleep, under a config without MTP. What it calls may be compiled.
 
