@@ -46,8 +46,8 @@ def test_first_failure_is_reported_and_the_others_are_killed(tmp_path) -> None:
 
 
 def test_a_stuck_rank_is_killed_and_says_where_it_stood() -> None:
-    with pytest.raises(RankFailedError, match=r"ranks \[0\] of 2 did not finish(?s:.*)sleep_on_rank_0"):
-        run_ranks(sleep_on_rank_0, 2, timeout=3)
+    with pytest.raises(RankFailedError, match=r"ranks \[0(, 1)?\] of 2 did not finish(?s:.*)sleep_on_rank_0"):
+        run_ranks(sleep_on_rank_0, 2, timeout=5)
 
 
 def return_a_tensor() -> torch.Tensor:
