@@ -106,7 +106,11 @@ def _refuse_built_optimizer(mtp: torch.nn.Module, name: str) -> None:
 def _held_by_torch_optimizers(parameters: dict[int, str]) -> Iterator[tuple[str, str]]:
     """Yield the class name of each living torch optimizer that has one of the parameters, and which one."""
     kinds = set(_subclasses(torch.optim.Optimizer))
-    for candidate in gc.get_objects():
+    candidates = gc.get_objects()
+    # Half a million objects: where there is no optimizer at all, C finds that out.
+    if kinds.isdisjoint(map(type, candidates)):
+        return
+    for candidate in candidates:
         if type(candidate) in kinds:
             for group in getattr(candidate, "param_groups", ()):
                 for p in group["params"]:

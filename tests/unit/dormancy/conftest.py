@@ -1,5 +1,6 @@
 """A world of one rank for every test of dormancy, with nothing left over from the model before."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +12,13 @@ def _world() -> Iterator[None]:
     from torpor.megatron import parallel
 
     parallel.initialize(parallel.Layout(), seed=1234)
+    # freeze_mtp looks for optimizers among all objects there are: not among those of imported modules here.
+    gc.collect()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         parallel.shutdown()
 
 
