@@ -54,6 +54,7 @@ class Arrangement:
         stages: Megatron's pipeline layout, with one `m` for all MTP layers; None for an even division.
         cuts: How many of HybridModel's layers each (virtual) stage holds; None for an even division.
         mtp_in_embedding_group: Whether the process groups know that the MTP stage has an embedding.
+        num_microbatches: Microbatches of a step; with few an interleaved schedule is all warm-up.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Arrangement:
     stages: str | None = None
     cuts: tuple[int, ...] | None = None
     mtp_in_embedding_group: bool = True
+    num_microbatches: int = 2
 
     def __str__(self) -> str:
         return self.name
@@ -91,7 +93,15 @@ LAYOUTS = [
     Arrangement("tp2-sp", "TP 2 with sequence parallel", 2, tensor=2, sequence_parallel=True),
     Arrangement("pp2", "PP 2", 2, pipeline=2),
     Arrangement("pp2-uneven", "PP 2, own layout `Et|tttmL`", 2, pipeline=2, stages="Et|tttmL", cuts=(1, 3)),
-    Arrangement("pp2-vpp2", "PP 2 interleaved, overlapped p2p", 2, pipeline=2, virtual=2, cuts=(1, 1, 1, 1)),
+    Arrangement(
+        "pp2-vpp2",
+        "PP 2 interleaved, overlapped p2p",
+        2,
+        pipeline=2,
+        virtual=2,
+        cuts=(1, 1, 1, 1),
+        num_microbatches=6,
+    ),
     Arrangement(
         "pp2-vpp2-batched",
         "PP 2 interleaved, batched p2p",
@@ -100,6 +110,7 @@ LAYOUTS = [
         virtual=2,
         batched_p2p=True,
         cuts=(1, 1, 1, 1),
+        num_microbatches=6,
     ),
     Arrangement("ep2", "EP 2, all-to-all", 2, expert=2),
     Arrangement("ep2-allgather", "EP 2, all-gather", 2, expert=2, dispatcher="allgather"),

@@ -10,12 +10,10 @@ import torch
 import tiny
 from matrix.cases import Arrangement, Case
 from matrix.training import (
-    MICROBATCHES,
     NUM_LAYERS,
     build_chunks,
     load_trunk,
     start_layout,
-    stop_layout,
     train,
     trunk_tensors,
 )
@@ -38,13 +36,12 @@ def losses_without_mtp(cases: Sequence[Case], folder: Path) -> list[list[torch.T
 
     losses = []
     for case in cases:
-        start_layout(case.layout, tied=case.model.tied)
+        start_layout(case)
         chunks = build_chunks(case, mtp=False, seed=1)
         if case == cases[0]:
             save_checkpoint(folder, 1, chunks)
         load_checkpoint(find_latest(folder), chunks)
         losses.append(train(chunks, case)[0]["losses"])
-        stop_layout()
     return losses
 
 
@@ -52,14 +49,13 @@ def move_expert_biases(cases: Sequence[Case]) -> list[dict[str, float]]:
     """Train with the MTP layers asleep and return how far each router's expert bias has moved."""
     moved = []
     for case in cases:
-        start_layout(case.layout, tied=case.model.tied)
+        start_layout(case)
         chunks = build_chunks(case, mtp=True, seed=1)
         before = _expert_biases(chunks)
         handle = freeze_mtp(chunks)
         _, optimizer = train(chunks, case)
         handle.check(optimizer)
         after = _expert_biases(chunks)
-        stop_layout()
         assert {name for name in before if name.startswith("mtp.")} <= set(handle.fingerprint())
         moved.append({name: (after[name] - before[name]).abs().max().item() for name in before})
     return moved
@@ -97,7 +93,7 @@ def _report_aux_loss(case: Case, count_all: bool) -> tuple[float, float]:
         totals: dict[str, Any] = {}
         # As a training loop calls it; on stages without MoE layers too.
         get_moe_metrics_tracker().report(
-            loss_scale=1 / MICROBATCHES,
+            loss_scale=1 / case.layout.num_microbatches,
             iteration=1,
             force_initialize=True,
             track_names=["load_balancing_loss"],
@@ -107,7 +103,7 @@ def _report_aux_loss(case: Case, count_all: bool) -> tuple[float, float]:
         )
         return float(totals["load_balancing_loss"])
 
-    start_layout(case.layout, tied=case.model.tied)
+    start_layout(case)
     chunks = build_chunks(case, mtp=True, seed=1, **balancing)
     handle = freeze_mtp(chunks)
     if count_all:
@@ -124,7 +120,6 @@ def _report_aux_loss(case: Case, count_all: bool) -> tuple[float, float]:
     train(chunks, case)
     without = report(chunks)
     destroy_moe_metrics_tracker()
-    stop_layout()
     return asleep, without
 
 
@@ -151,7 +146,7 @@ def _save_and_load_tied(case: Case, single: Case, folder: Path) -> dict[str, Any
     from torpor.megatron.checkpointing import find_latest, load_checkpoint, save_checkpoint
 
     seen: dict[str, Any] = {}
-    start_layout(case.layout, tied=True)
+    start_layout(case)
     chunks = build_chunks(case, mtp=True, seed=1)
     names = list(chunks[0].state_dict())
     parameters = dict(chunks[0].named_parameters())
@@ -192,9 +187,8 @@ def _save_and_load_tied(case: Case, single: Case, folder: Path) -> dict[str, Any
         awake[name] is parameters[name] for name in parameters
     )
     seen["state differs awake"] = differing(state, _tensors(chunks[0]))
-    stop_layout()
 
-    start_layout(single.layout, tied=True)
+    start_layout(single)
     ordinary = build_chunks(single, mtp=True, seed=3)
     loaded = dist_checkpointing.load({"model": ordinary[0].sharded_state_dict()}, str(plain))
     ordinary[0].load_state_dict(loaded["model"], strict=True)
@@ -203,7 +197,6 @@ def _save_and_load_tied(case: Case, single: Case, folder: Path) -> dict[str, Any
     load_checkpoint(find_latest(folder / "torpor"), ordinary)
     seen["logits torpor"] = logits_of(ordinary, TOKENS)
     seen["logits asleep"] = logits
-    stop_layout()
     return seen
 
 

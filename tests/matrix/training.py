@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from matrix.cases import Arrangement, Case
+from matrix.cases import Case
 from tiny_models import SEQUENCE, batch, build, differing, same_bytes
 from torpor import freeze_mtp
 from torpor.errors import UnsupportedModelError
 
-STEPS, MICROBATCHES = 3, 2
+STEPS = 3
 NUM_LAYERS = 4
 FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -33,39 +33,62 @@ def run_cases(cases: Sequence[Case], bypass: Bypass = freeze_mtp) -> dict[str, l
         By the case's name what differs from the model built without MTP; nothing is right. For a case that
         is refused, the message.
     """
-    found = {}
-    for layout, tied in {(case.layout, case.model.tied): None for case in cases}:
-        same = [case for case in cases if (case.layout, case.model.tied) == (layout, tied)]
-        found |= _run_groups(layout, tied, same, bypass)
+    found: dict[str, list[str]] = {}
+    dormant: dict[Case, dict[str, Any]] = {}
+    for case in cases:
+        print(f"{case}: with MTP", flush=True)
+        start_layout(case)
+        if case.outcome.kind == "refused":
+            found[str(case)] = _refusal(case)
+        else:
+            dormant[case] = _run_dormant(case, bypass)
+    for case, got in dormant.items():
+        print(f"{case}: without MTP", flush=True)
+        # The groups of a model without MTP can be others: its embedding is on other ranks.
+        start_layout(case, mtp=False)
+        chunks = build_chunks(case, mtp=False, seed=101)
+        load_trunk(chunks, got["start"], case)
+        expected = train(chunks, case)[0]
+        found[str(case)] = got["wrong"] + _compare(got, expected, case)
     return found
 
 
-def start_layout(layout: Arrangement, *, tied: bool, mtp: bool = True) -> None:
-    """Make the process groups of a layout, as a training script does that knows where MTP sits."""
+_STATES: dict[tuple[Any, ...], dict[str, Any]] = {}
+"""Process groups by what they are made of. Each keeps threads for as long as it lives and longer, so that the
+groups of a layout are made once a process and switched to afterwards."""
+
+
+def start_layout(case: Case, *, mtp: bool = True) -> None:
+    """Make the process groups of the case's layout, as a training script does that knows where MTP sits."""
     from megatron.core import parallel_state, tensor_parallel
 
-    embedding_ranks = None
+    layout, embedding_stages = case.layout, None
     if mtp and layout.is_mtp_apart and layout.mtp_in_embedding_group:
         mtp_stage = next(i for i, stage in enumerate(layout.stages.split("|")) if "m" in stage)
         # The stages that hold the word embedding: an untied output layer does not.
-        embedding_ranks = lambda ranks: [ranks[0], ranks[mtp_stage], *ranks[-1:] * tied]  # noqa: E731
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor,
-        pipeline_model_parallel_size=layout.pipeline,
-        virtual_pipeline_model_parallel_size=layout.virtual,
-        expert_model_parallel_size=layout.expert,
-        context_parallel_size=layout.context,
-        get_embedding_ranks=embedding_ranks,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-
-def stop_layout() -> None:
-    """Take the process groups of a layout down."""
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
+        embedding_stages = (0, mtp_stage, *[layout.pipeline - 1] * case.model.tied)
+    sizes = (layout.tensor, layout.pipeline, layout.virtual, layout.expert, layout.context)
+    key = (*sizes, embedding_stages)
+    names = [name for name in vars(parallel_state) if name.startswith("_") and name[1:].isupper()]
+    if key not in _STATES:
+        if parallel_state.model_parallel_is_initialized():
+            for name, value in _STATES["nothing",].items():
+                setattr(parallel_state, name, value)
+        else:
+            _STATES["nothing",] = {name: getattr(parallel_state, name) for name in names}
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual,
+            expert_model_parallel_size=layout.expert,
+            context_parallel_size=layout.context,
+            get_embedding_ranks=embedding_stages and (lambda ranks: [ranks[i] for i in embedding_stages]),
+            create_gloo_process_groups=False,
+        )
+        _STATES[key] = {name: getattr(parallel_state, name) for name in names}
+    for name, value in _STATES[key].items():
+        setattr(parallel_state, name, value)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
 
 
 def build_chunks(case: Case, mtp: bool, seed: int, **overrides: Any) -> list[torch.nn.Module]:
@@ -125,29 +148,6 @@ def trunk_tensors(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 # --- one layout -----------------------------------------------------------------------------------------
-
-
-def _run_groups(layout: Arrangement, tied: bool, cases: Sequence[Case], bypass: Bypass) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    dormant: dict[Case, dict[str, Any]] = {}
-    start_layout(layout, tied=tied)
-    for case in cases:
-        print(f"{case}: with MTP", flush=True)
-        if case.outcome.kind == "refused":
-            found[str(case)] = _refusal(case)
-        else:
-            dormant[case] = _run_dormant(case, bypass)
-    stop_layout()
-    # The groups of a model without MTP can be others: its embedding is on other ranks.
-    start_layout(layout, tied=tied, mtp=False)
-    for case, got in dormant.items():
-        print(f"{case}: without MTP", flush=True)
-        chunks = build_chunks(case, mtp=False, seed=101)
-        load_trunk(chunks, got["start"], case)
-        expected = train(chunks, case)[0]
-        found[str(case)] = got["wrong"] + _compare(got, expected, case)
-    stop_layout()
-    return found
 
 
 def _refusal(case: Case) -> list[str]:
@@ -252,7 +252,7 @@ def _run_schedule(wrapped, case: Case, *, seed: int, results: list, with_labels:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     seed += 100 * parallel_state.get_data_parallel_rank()
-    batches = [batch(seed=seed + index) for index in range(MICROBATCHES)]
+    batches = [batch(seed=seed + index) for index in range(case.layout.num_microbatches)]
     if not with_labels:
         batches = [{**inputs, "labels": None} for inputs in batches]
 
@@ -268,7 +268,7 @@ def _run_schedule(wrapped, case: Case, *, seed: int, results: list, with_labels:
         forward_step_func=step,
         data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
         model=wrapped,
-        num_microbatches=MICROBATCHES,
+        num_microbatches=case.layout.num_microbatches,
         seq_length=SEQUENCE,
         micro_batch_size=2,
         forward_only=not with_labels,

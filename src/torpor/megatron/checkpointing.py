@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,6 +31,8 @@ from torpor.megatron.weights import SHARDING_METADATA, first_cause
 if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
     from megatron.core.transformer.module import MegatronModule
+
+_logger = logging.getLogger(__name__)
 
 _STATE_FILE, _LATEST_FILE, _PARTIAL = "torpor.json", "latest", ".partial"
 _OPTIMIZER_METADATA = {
@@ -191,6 +195,9 @@ def load_checkpoint(
     Every rank calls it. With an optimizer the random states are restored too, and what follows is bit for bit
     what would have followed without the interruption.
 
+    Where MTP layers slept in the run that wrote the checkpoint and are awake in this one, the optimizer has
+    state for them that the checkpoint lacks: it is made new, and a warning says so.
+
     Args:
         checkpoint: Folder of one checkpoint, for instance `find_latest(directory)`.
         chunks: This rank's chunks, bare or wrapped in DDP.
@@ -211,11 +218,18 @@ def load_checkpoint(
     if optimizer is not None:
         _check_resumable(checkpoint, state, optimizer)
     sharded = _sharded_state(chunks, optimizer, is_loading=True)
+    if optimizer is not None and _has_new_mtp_state(checkpoint, sharded):
+        # New state starts from the weights in the checkpoint, of which some optimizers hold FP32 copies.
+        load_checkpoint(checkpoint, chunks)
+        optimizer.reload_model_params()
+        sharded = _sharded_state(chunks, optimizer, is_loading=True)
+        _make_new_mtp_state(checkpoint, sharded)
     _check_tensors(checkpoint, sharded)
     loaded = _read_tensors(sharded, checkpoint)
     for index, chunk in enumerate(chunks):
         _unwrap(chunk).load_state_dict(loaded[f"model{index}"], strict=True)
     if optimizer is not None:
+        _copies_as_lists(loaded["optimizer"])
         optimizer.load_state_dict(loaded["optimizer"])
         _set_random_state(loaded["random_state"])
     return state
@@ -491,6 +505,88 @@ def _check_tensors(checkpoint: Path, sharded: dict[str, Any]) -> None:
             f"{checkpoint} holds {unclaimed[0]} and {len(unclaimed) - 1} more that nothing here takes\n"
             "  Build the model as the run that wrote it did."
         )
+
+
+# --- MTP layers that slept and are awake ----------------------------------------------------------------
+
+_COPIES = "fp32_from_fp16_params"
+_MTP_STATE = re.compile(r"optimizer\.state\.(?P<name>\w+)\.(?P<weight>mtp\..+)")
+
+
+def _has_new_mtp_state(checkpoint: Path, sharded: dict[str, Any]) -> bool:
+    """Say whether any rank's optimizer has state for MTP layers and the checkpoint has none at all."""
+    from megatron.core.dist_checkpointing import load_tensors_metadata
+
+    if any(_MTP_STATE.fullmatch(name) for name in load_tensors_metadata(str(checkpoint))):
+        return False
+    return any(_gather(bool(list(_mtp_state(sharded["optimizer"])))))
+
+
+def _make_new_mtp_state(checkpoint: Path, sharded: dict[str, Any]) -> None:
+    """Let the optimizer's state for MTP layers be made here and not be looked for in the checkpoint."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
+
+    models = {name: state for name, state in sharded.items() if name.startswith("model")}
+    weights = {_places(item): item.data for item in nested_values(models) if hasattr(item, "key")}
+    _copies_as_dicts(sharded["optimizer"])
+    slots = list(_mtp_state(sharded["optimizer"]))
+    for holder, place, match in slots:
+        item = holder[place]
+        if match["name"].startswith("exp_avg"):
+            new = torch.zeros_like(item.data)
+        else:  # an FP32 copy of the weight; what the distributed optimizer gives here is uninitialised
+            weight = weights[_places(item, prefix=f"optimizer.state.{match['name']}.")]
+            new = weight.detach().to(item.data.dtype, copy=True)
+        holder[place] = LocalNonpersistentObject(new)
+    count = sum(_gather(len({match["weight"] for _, _, match in slots})))
+    if _rank() == 0:
+        _logger.warning(
+            "%s was written while MTP layers slept: the optimizer begins anew for %d MTP tensors, and goes on"
+            " for all others",
+            checkpoint,
+            count,
+        )
+
+
+def _places(item: Any, prefix: str = "") -> tuple[Any, ...]:
+    """Return the parts of global tensors that an item of a sharded state dict is; experts share a name."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    built = item.build() if isinstance(item, ShardedTensorFactory) else item
+    parts = nested_values({"parts": built}) if isinstance(built, dict | list) else [built]
+    return tuple((p.key.removeprefix(prefix), p.global_offset) for p in parts if isinstance(p, ShardedTensor))
+
+
+def _copies_as_dicts(state: dict[str, Any]) -> None:
+    """Number the FP32 copies of a BF16 optimizer: loading loses the places in lists that it fills in part."""
+    for part in _parts(state):
+        if _COPIES in part:
+            part[_COPIES] = {i: dict(enumerate(group)) for i, group in enumerate(part[_COPIES])}
+
+
+def _copies_as_lists(state: dict[str, Any]) -> None:
+    """Undo `_copies_as_dicts`, where it was done."""
+    for part in _parts(state):
+        if isinstance(part.get(_COPIES), dict):
+            groups = part[_COPIES]
+            part[_COPIES] = [[groups[i][j] for j in sorted(groups[i])] for i in sorted(groups)]
+
+
+def _parts(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Return the states of a chain's optimizers, or of a single one."""
+    return list(state.values()) if 0 in state else [state]
+
+
+def _mtp_state(state: Any) -> Iterator[tuple[Any, Any, re.Match[str]]]:
+    """Yield where in a sharded optimizer state MTP's part is: the dictionary or list, and the place in it."""
+    places = state.items() if isinstance(state, dict) else enumerate(state)
+    for place, item in list(places):
+        if isinstance(item, dict | list):
+            yield from _mtp_state(item)
+        elif match := _MTP_STATE.fullmatch(getattr(item, "key", "") or ""):
+            yield state, place, match
 
 
 # --- all ranks together ---------------------------------------------------------------------------------

@@ -263,15 +263,56 @@ def test_other_models_are_refused_before_anything_is_loaded(tmp_path, megatron_r
         assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
 
 
-def test_heads_awake_after_a_dormant_run_are_refused_by_name(tmp_path, megatron_rank, mimo):
-    """The checkpoint has no optimizer state for MTP; its weights load, a resume with awake heads does not."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("distributed", [False, True], ids=["plain", "distributed"])
+@pytest.mark.parametrize("write", [tiny.write_mimo, tiny.write_nemotron_h])
+def test_heads_that_wake_up_get_new_optimizer_state(
+    tmp_path, megatron_rank, caplog, write, distributed, dtype
+):
+    """A dormant run's checkpoint has none for them; all else goes on to the bit, and a warning says so."""
+    from megatron.core import dist_checkpointing
+
+    folder = open_folder(write(tmp_path / "source", tokenizer=False))
+    dormant = build(folder, dtype, distributed=distributed)
+    for _ in range(2):
+        train_step(*dormant, TOKENS)
+    checkpoint = save_checkpoint(tmp_path / "asleep", 2, *dormant)
+
+    awake = build(folder, dtype, distributed=distributed, frozen=False)
+    load_checkpoint(checkpoint, *awake)
+    assert "the optimizer begins anew for" in caplog.text
+    before, after = (
+        {
+            name: t
+            for name, t in dist_checkpointing.load_plain_tensors(str(path)).items()
+            if torch.is_tensor(t)
+        }
+        for path in (checkpoint, save_checkpoint(tmp_path / "awake", 2, *awake))
+    )
+    assert [name for name in before if not torch.equal(after[name], before[name])] == []
+    new = {name for name in after if name not in before}
+    assert new
+    assert all(name.split(".", 3)[3].startswith("mtp.") for name in new)
+    averages = {name for name in new if name.startswith("optimizer.state.exp_avg")}
+    assert not any(after[name].any() for name in averages)
+    # What else there is are FP32 copies of the weights.
+    copies = {name: after[name.split(".", 3)[3]].float() for name in new - averages}
+    assert [name for name in copies if not torch.equal(after[name], copies[name])] == []
+    train_step(*awake, TOKENS)
+    trained = weights(awake[0])
+    still = {name for name, t in weights(dormant[0]).items() if torch.equal(t, trained[name])}
+    assert not any(name.startswith("mtp.") and name.endswith("eh_proj.weight") for name in still)
+
+
+def test_a_checkpoint_with_heads_awake_is_not_for_a_dormant_run(tmp_path, megatron_rank, mimo):
+    """Its optimizer holds more than a dormant run's takes: named, not dropped."""
+    awake = build(mimo, frozen=False)
+    train_step(*awake, TOKENS)
+    checkpoint = save_checkpoint(tmp_path / "run", 1, *awake)
     dormant = build(mimo)
-    train_step(*dormant, TOKENS)
-    checkpoint = save_checkpoint(tmp_path / "run", 1, *dormant)
-    chunks, optimizer = build(mimo, frozen=False)
-    with pytest.raises(CheckpointError, match=r"no optimizer\.state\.\w+\.mtp\.layers\.0"):
-        load_checkpoint(checkpoint, chunks, optimizer)
-    load_checkpoint(checkpoint, chunks)
+    with pytest.raises(CheckpointError, match=r"holds optimizer\.state\.\w+\.mtp\."):
+        load_checkpoint(checkpoint, *dormant)
+    load_checkpoint(checkpoint, dormant[0])
 
 
 def test_damaged_tensor_file_is_refused(tmp_path, megatron_rank, mimo):
