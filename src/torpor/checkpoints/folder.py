@@ -1,5 +1,6 @@
 """Hugging Face folders: opened from their headers alone, read as raw bytes, written aside and renamed."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -47,6 +48,9 @@ ASIDE_SUFFIX = ".partial"
 FICLONE = 0x40049409
 MAX_JSON_BYTES = 2**28
 CHUNK_BYTES = 4 * 2**20
+KERNEL_COPY_BYTES = 2**30
+# What a system says that cannot copy between two files by itself.
+CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY)
 # A shard's header is written last, into room left for it, so that tensors can be streamed behind it.
 MIN_HEADER_ROOM = 2**12
 MAX_HEADER_ROOM = 2**20
@@ -118,10 +122,7 @@ class Folder:
             while left:
                 got = stream.readinto(piece[:left])
                 if got < min(len(piece), left):
-                    raise CheckpointError(
-                        f"{entry.file} ended {left - got} bytes before the end of {name}\n"
-                        "  It has changed since it was opened; nothing may write to a folder in use."
-                    )
+                    raise _shrunk(entry, left - got)
                 yield piece[:got]
                 left -= got
 
@@ -421,7 +422,7 @@ class FolderWriter:
             CheckpointError: As `add`, or `source` has no such tensor.
         """
         entry = source.entry(name)
-        self._add(new_name or name, entry.dtype, entry.shape, entry.nbytes, source.iter_bytes(name))
+        self._add(new_name or name, entry.dtype, entry.shape, entry.nbytes, source.iter_bytes(name), entry)
 
     def adopt(self, source: Folder, on_file: Callable[[int], None] | None = None) -> Counter[Placement]:
         """Take over all shards of another folder as they are; where the file system can, nothing is copied.
@@ -458,7 +459,13 @@ class FolderWriter:
         return placed
 
     def _add(
-        self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, pieces: Iterable[memoryview]
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        nbytes: int,
+        pieces: Iterable[memoryview],
+        entry: TensorEntry | None = None,
     ) -> None:
         check_tensor_name(name, self.out)
         if name in self._written:
@@ -475,7 +482,7 @@ class FolderWriter:
             self._num_shards += 1
             stream = self._shard_file(self._num_shards).open("xb")
             self._shard = _Shard(stream, self._header_room)
-        self._shard.write(name, dtype, shape, nbytes, pieces)
+        self._shard.write(name, dtype, shape, nbytes, pieces, entry)
         self._written[name] = self._num_shards
         self._total_bytes += nbytes
 
@@ -555,9 +562,24 @@ class _Shard:
         return aligned and small
 
     def write(
-        self, name: str, dtype: str, shape: tuple[int, ...], nbytes: int, pieces: Iterable[memoryview]
+        self,
+        name: str,
+        dtype: str,
+        shape: tuple[int, ...],
+        nbytes: int,
+        pieces: Iterable[memoryview],
+        source: TensorEntry | None = None,
     ) -> None:
-        """Stream one tensor; a failure on the way leaves the shard as it was."""
+        """Stream one tensor; a failure on the way leaves the shard as it was.
+
+        Args:
+            name: What to call it.
+            dtype: A key of `DTYPE_BITS`.
+            shape: Its dimensions.
+            nbytes: Its length.
+            pieces: Its bytes.
+            source: Where the same bytes lie in another file, if they do: the kernel can move them by itself.
+        """
         entry = encode_entry(name, dtype, shape, self._nbytes, self._nbytes + nbytes)
         if not self._nbytes:
             # The first tensor gets in however long its name is, and however large it is.
@@ -565,8 +587,9 @@ class _Shard:
         start = LENGTH_BYTES + self._room + self._nbytes
         self.stream.seek(start)
         try:
-            for piece in pieces:
-                self.stream.write(piece)
+            if source is None or not _copy_in_kernel(source, self.stream):
+                for piece in pieces:
+                    self.stream.write(piece)
         except BaseException:
             self.stream.seek(start)
             self.stream.truncate()
@@ -586,6 +609,38 @@ class _Shard:
 
     def _header_bytes_with(self, entry: str) -> int:
         return self._header_bytes + len(",") + len(entry)
+
+
+def _shrunk(entry: TensorEntry, lacking: int) -> CheckpointError:
+    return CheckpointError(
+        f"{entry.file} ended {lacking} bytes before the end of {entry.name}\n"
+        "  It has changed since it was opened; nothing may write to a folder in use."
+    )
+
+
+def _copy_in_kernel(entry: TensorEntry, stream: BinaryIO) -> bool:
+    """Append a tensor's bytes to a file without bringing them here; False where the system cannot.
+
+    Raises:
+        CheckpointError: The tensor's file has shrunk since it was opened.
+    """
+    if not hasattr(os, "copy_file_range"):
+        return False
+    stream.flush()
+    left = entry.nbytes
+    with entry.file.open("rb") as source:
+        source.seek(entry.offset)
+        while left:
+            try:
+                moved = os.copy_file_range(source.fileno(), stream.fileno(), min(left, KERNEL_COPY_BYTES))
+            except OSError as error:
+                if left == entry.nbytes and error.errno in CANNOT_COPY:
+                    return False
+                raise
+            if not moved:
+                raise _shrunk(entry, left)
+            left -= moved
+    return True
 
 
 def _place(file: Path, target: Path) -> Placement:

@@ -1,5 +1,6 @@
 """A written folder exists complete or not at all, and other readers read it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -290,3 +291,33 @@ def test_nothing_written(like, tmp_path):
     ):
         pass
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSYS, errno.EXDEV, errno.EINVAL])
+def test_where_the_kernel_cannot_copy(like, tmp_path, monkeypatch, error):
+    """The bytes go through memory then, and come out the same."""
+
+    def refuse(*_):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "copy_file_range", refuse)
+    assert_same_tensors(like, copy_all(like, tmp_path / "out"))
+
+
+def test_kernel_that_copies_in_small_pieces(like, tmp_path, monkeypatch):
+    """A copy may stop short of what was asked, and is asked again."""
+    real = os.copy_file_range
+    monkeypatch.setattr(os, "copy_file_range", lambda source, target, count: real(source, target, 1))
+    assert_same_tensors(like, copy_all(like, tmp_path / "out"))
+
+
+def test_disk_that_fills_up_while_the_kernel_copies(like, tmp_path, monkeypatch):
+    """Other errors are errors."""
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "copy_file_range", fail)
+    with pytest.raises(OSError, match="No space"):
+        copy_all(like, tmp_path / "out")
+    assert [file.name for file in tmp_path.iterdir()] == ["like"]

@@ -25,7 +25,7 @@ from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.graft import graft_folder
 
 source, tuned, out = map(Path, sys.argv[1:])
-CHANGES = set("write fsync link rename mkdir ioctl unlink truncate open rmdir".split())
+CHANGES = set("write copy_file_range fsync link rename mkdir ioctl unlink truncate open rmdir".split())
 
 def fingerprint(path):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in path.iterdir()}
