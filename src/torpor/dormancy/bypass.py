@@ -31,7 +31,6 @@ KeyboardInterrupt inside forward leaves no trace; and unlike swapping the module
 every instant, whoever takes it.
 """
 
-import copy
 import functools
 import inspect
 import threading
@@ -128,8 +127,9 @@ class DormantLanguageModelCall:
             self._refuse_beside(self.num_awake, "one that runs its MTP layers, awake or in inference")
             if self.num_asleep == 0:
                 self._config = attributes["config"]
-                view = copy.copy(self._config)
-                vars(view)["mtp_num_layers"] = None
+                # Not copy.copy: a config that looks attributes up in another one cannot while it is empty.
+                view = object.__new__(type(self._config))
+                vars(view).update(vars(self._config), mtp_num_layers=None)
                 attributes["config"] = view
             self.num_asleep += 1
         try:

@@ -264,3 +264,30 @@ class TestPreWrapHook:
         hook.handles[0].check()
         hook.handles[0].remove()
         assert writes == []
+
+
+@pytest.mark.parametrize("kind", [GPT, HYBRID], ids=str)
+def test_a_config_that_looks_attributes_up_in_another(kind):
+    """Builders hand models a proxy of their configuration: empty, it answers nothing."""
+    dormant, reference = build_pair(kind)
+
+    class ProxyConfig(type(dormant.config)):
+        def __getattr__(self, name):
+            return getattr(vars(self)["inner"], name)
+
+        def __deepcopy__(self, memo):
+            raise AssertionError("a step must not copy the configuration")
+
+        __copy__ = __deepcopy__
+
+    vars(dormant.config)["inner"] = SimpleNamespace(builders_own=7)
+    dormant.config.__class__ = ProxyConfig
+    handle = freeze_mtp(dormant)
+    seen = []
+    dormant.decoder.register_forward_hook(
+        lambda *_: seen.append((dormant.config.mtp_num_layers, dormant.config.builders_own))
+    )
+    assert_same(dormant, reference)
+    assert seen == [(None, 7)]
+    assert dormant.config.mtp_num_layers == 1
+    handle.check()
