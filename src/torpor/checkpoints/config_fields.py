@@ -10,6 +10,7 @@ Config = Mapping[str, Any]
 # Far above any model; keeps a damaged configuration from spelling out names without end.
 MAX_COUNT = 2**24
 MAX_LAYERS = 2**12
+MAX_MTP_LAYERS = 2**6
 
 # Where a model that is more than a language model keeps the language model's configuration.
 NESTED = ("text_config", "thinker_config", "llm_config", "language_config")

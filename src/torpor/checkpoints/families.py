@@ -7,7 +7,7 @@ trained have a map of Megatron's names besides. docs/adding-a-family.md shows ho
 import re
 from dataclasses import dataclass
 
-from torpor.checkpoints.config_fields import NESTED, Config
+from torpor.checkpoints.config_fields import MAX_MTP_LAYERS, NESTED, Config
 from torpor.checkpoints.family import Family, HybridFamily, Role
 from torpor.checkpoints.folder import Folder
 from torpor.checkpoints.megatron_names import HybridNames, Qwen2Names, hybrid_mtp_pattern, hybrid_pattern
@@ -274,6 +274,12 @@ def count_mtp_layers(folder: Folder) -> MTPLayerCount:
     declared = family.declared_mtp_layers(config)
     mtp, trunk = family.sort(folder.tensors, config)
     physical = family.physical_mtp_layers(mtp, config)
+    if physical > MAX_MTP_LAYERS:
+        raise CheckpointError(
+            f"{folder.path} has tensors of {physical} MTP layers, first {mtp[0]};"
+            f" no model has more than {MAX_MTP_LAYERS}\n"
+            "  The folder is damaged, or its config.json is another model's."
+        )
     if family.is_published_without and not physical:
         declared = None
     written = 0

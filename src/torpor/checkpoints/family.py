@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from torpor.checkpoints.config_fields import MAX_LAYERS, Config, read_count, text_config
+from torpor.checkpoints.config_fields import MAX_LAYERS, MAX_MTP_LAYERS, Config, read_count, text_config
 from torpor.checkpoints.megatron_names import MegatronNames, hybrid_mtp_pattern
 from torpor.checkpoints.name_map import Entry, NameMap
 from torpor.checkpoints.quantization import plain_name
@@ -157,7 +157,7 @@ class Family:
         for part in (text, config):
             for name in self.declared_by:
                 if part.get(name) is not None:
-                    said[name] = read_count(part, name, minimum=0, maximum=MAX_LAYERS)
+                    said[name] = read_count(part, name, minimum=0, maximum=MAX_MTP_LAYERS)
             if said:
                 break
         if len(set(said.values())) > 1:

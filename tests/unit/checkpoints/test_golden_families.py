@@ -155,6 +155,16 @@ def test_repeated_layer(tmp_path):
         check_heads(folder)
 
 
+def test_more_layers_than_any_model_has(tmp_path):
+    """A folder of a larger model under a smaller one's configuration, or one made to take for ever."""
+    many = {f"mtp.layers.{i}.x.weight": ("U8", [1], b"x") for i in range(1000)}
+    folder = open_folder(write_golden(tmp_path / "f", "qwen3_5", change=lambda t: t | many))
+    with pytest.raises(CheckpointError, match="has tensors of 1000 MTP layers"):
+        count_mtp_layers(folder)
+    with pytest.raises(CheckpointError, match="mtp_num_hidden_layers 1000"):
+        count_mtp_layers(open_folder(write_golden(tmp_path / "g", "qwen3_5", mtp_num_hidden_layers=1000)))
+
+
 def test_both_names_of_the_count(tmp_path):
     """Transformers calls the field otherwise; two that differ are a contradiction."""
     fields = {"num_nextn_predict_layers": None, "num_mtp_layers": 1}

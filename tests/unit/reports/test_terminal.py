@@ -7,9 +7,18 @@ from rich.console import Console
 
 import tiny
 from sabotage import drop, flip_bit, write_changed
+from torpor.checkpoints.graft import graft_folder
+from torpor.checkpoints.inspect import inspect_folder
+from torpor.checkpoints.receipt import check_receipt, write_receipt
 from torpor.checkpoints.verify import verify_folders
 from torpor.reports import terminal
-from torpor.reports.terminal import byte_progress, print_verification
+from torpor.reports.terminal import (
+    byte_progress,
+    print_graft,
+    print_inspection,
+    print_receipt,
+    print_verification,
+)
 
 
 @pytest.fixture(scope="module")
@@ -17,9 +26,9 @@ def source(tmp_path_factory):
     return tiny.write_mimo(tmp_path_factory.mktemp("terminal") / "source", tokenizer=False)
 
 
-def printed(result) -> str:
+def printed(result, show=print_verification) -> str:
     console = Console(file=io.StringIO(), highlight=False)
-    print_verification(result, console)
+    show(result, console)
     return console.file.getvalue()
 
 
@@ -87,3 +96,40 @@ def test_progress_on_a_terminal():
         progress(1, 4)
         progress(4, 4)
     assert "verifying" in console.file.getvalue()
+
+
+def test_inspection(source, tmp_path):
+    """Layers with size and file; what is missing, by name; the command that puts it back."""
+    text = printed(inspect_folder(source), print_inspection)
+    assert "MTP layer 0" in text
+    assert "model-00002-of-00002.safetensors" in text
+    assert text.rstrip().endswith("ok: what config.json declares is there and complete")
+    lost = write_changed(source, tmp_path / "lost", drop("model.mtp_layers."))
+    text = printed(inspect_folder(lost), print_inspection)
+    assert "1 declared, 0 exist, 0 complete" in text
+    assert "  model.mtp_layers.0.input_proj.weight" in text
+    assert f"torpor graft --heads SOURCE --trunk {lost}" in text
+    assert "ok:" not in text
+
+
+def test_graft(source, tmp_path):
+    """What came from where, how much was written, and the command that checks it."""
+    lost = write_changed(source, tmp_path / "lost", drop("model.mtp_layers."))
+    text = printed(graft_folder(source, lost, tmp_path / "out"), print_graft)
+    assert f"16 MTP tensors, byte for byte from {source}" in text
+    assert "written" in text
+    assert f"torpor verify {source} {tmp_path / 'out'}" in text
+
+
+def test_receipt(source, tmp_path):
+    """Every difference by name, and a last line that says what it comes to."""
+    receipt = tmp_path / "receipt.json"
+    write_receipt(verify_folders(source, source, hash_all=True), receipt)
+    assert printed(check_receipt(receipt, source), print_receipt).rstrip().endswith("what the receipt says")
+    changed = write_changed(
+        source, tmp_path / "changed", flip_bit("lm_head.weight"), config={"rope_theta": 1}
+    )
+    text = printed(check_receipt(receipt, changed), print_receipt)
+    assert "lm_head.weight has other bytes" in text
+    assert "config.json has changed" in text
+    assert text.rstrip().endswith("FAILED: this is not the folder that was verified")
