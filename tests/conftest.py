@@ -45,8 +45,11 @@ def megatron_rank() -> None:
     prepare_host()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    destroy_moe_metrics_tracker()  # one a process, for all models
+    # Megatron keeps the metrics of all models in one place, sized by the first that ran.
+    destroy_moe_metrics_tracker()
+    MTPLossLoggingHelper.tracker.clear()
     if not parallel_state.model_parallel_is_initialized():
         parallel.initialize(parallel.Layout(), seed=1234)
         return

@@ -26,7 +26,7 @@ def test_every_parameter_and_buffer_is_built_on_the_device(megatron_rank, tmp_pa
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["nemotron_h", "mimo"])
-def test_a_run_learns_resumes_and_keeps_its_heads(tmp_path, family, dtype):
+def test_a_run_learns_resumes_and_keeps_its_heads(no_process_groups, tmp_path, family, dtype):
     WRITERS[family](tmp_path / "teacher", seed=1)
     WRITERS[family](tmp_path / "student", seed=2)
     (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 200)
