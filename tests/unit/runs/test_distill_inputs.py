@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture
-def work(tmp_path, models):
+def work(tmp_path, models, no_process_groups):
     for name in ("teacher", "student"):
         shutil.copytree(models / name, tmp_path / name)
     (tmp_path / "text.txt").write_text(TEXT)
