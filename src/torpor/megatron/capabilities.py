@@ -2,7 +2,6 @@
 
 import functools
 import importlib.util
-import inspect
 
 from torpor.megatron.host import is_cpu_host
 
@@ -38,12 +37,3 @@ def has_fused_adam() -> bool:
     from megatron.core.optimizer import distrib_optimizer
 
     return bool(distrib_optimizer.HAVE_APEX_OR_TE)
-
-
-def takes_compute_mtp_loss(model_class: type) -> bool:
-    """Say whether a language model's forward has the `compute_mtp_loss` argument, which 0.19 does not.
-
-    Args:
-        model_class: GPTModel, HybridModel or a class derived from one of them.
-    """
-    return "compute_mtp_loss" in inspect.signature(model_class.forward).parameters

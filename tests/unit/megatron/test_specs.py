@@ -269,12 +269,3 @@ def test_capabilities_of_this_installation() -> None:
     if not torch.cuda.is_available():
         assert not capabilities.has_transformer_engine()
         assert not capabilities.has_mamba_ssm()
-
-    class Released:
-        def forward(self, input_ids): ...
-
-    class Coming:
-        def forward(self, input_ids, compute_mtp_loss=True): ...
-
-    assert not capabilities.takes_compute_mtp_loss(Released)
-    assert capabilities.takes_compute_mtp_loss(Coming)
