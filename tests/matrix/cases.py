@@ -199,12 +199,10 @@ class Case:
 
         It is not where the final norm sits on another stage (Megatron puts it behind the last decoder layer
         when there is MTP, before the loss when there is none), nor where the distributed optimizer cuts its
-        buffers elsewhere because the MTP stage's buffer holds an embedding duplicate as well.
+        buffers elsewhere because the MTP stage's buffer holds an embedding copy as well.
         """
-        has_unread_duplicate = self.layout.pipeline > 1 and (
-            self.layout.is_mtp_apart or not self.model.tied or self.model.positions == "learned_absolute"
-        )
-        is_cut_elsewhere = self.optimizer.distributed and self.layout.data > 1 and has_unread_duplicate
+        has_unread_copy = self.layout.pipeline > 1 and not self.model.tied
+        is_cut_elsewhere = self.optimizer.distributed and self.layout.data > 1 and has_unread_copy
         return not self.layout.is_mtp_apart and not is_cut_elsewhere
 
 
@@ -242,6 +240,12 @@ HYBRID_APART = Outcome(
     "Megatron's HybridModel computes its MTP loss only on the stage that holds MTP.",
     "HybridModel computes its MTP loss only on the stage that holds MTP",
 )
+LEARNED_POSITIONS = Outcome(
+    "refused",
+    "Megatron never brings the MTP stage's copy of the learned positions in line with the first stage's, and"
+    " cannot save the two.",
+    "learned positions",
+)
 EMBEDDING_GROUP = Outcome(
     "refused",
     "`initialize_model_parallel` needs a `get_embedding_ranks` that knows the MTP stage, or its copy of the"
@@ -262,6 +266,8 @@ def outcome(model: Kind, layout: Arrangement) -> Outcome:
         return BATCHED_INTERLEAVING
     if layout.is_mtp_apart and model.pattern is not None:
         return HYBRID_APART
+    if layout.pipeline > 1 and model.positions == "learned_absolute":
+        return LEARNED_POSITIONS
     if not layout.mtp_in_embedding_group:
         return EMBEDDING_GROUP
     return SUPPORTED

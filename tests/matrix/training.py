@@ -16,7 +16,6 @@ STEPS = 3
 NUM_LAYERS = 4
 FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
-POSITIONS = "embedding.position_embeddings.weight"
 
 # Puts the MTP layers of a rank's chunks to sleep; returns something with check(optimizer), or None.
 Bypass = Callable[[list[torch.nn.Module]], Any]
@@ -322,8 +321,6 @@ def _in_terms_of_reference(tensors: dict[str, torch.Tensor], reference: list, ca
         duplicate = known.pop(f"{index}.{EMBEDDING}", None) if EMBEDDING not in state else None
         if duplicate is not None and case.model.tied and OUTPUT in state:
             known[f"{index}.{OUTPUT}"] = duplicate
-        if POSITIONS not in state:
-            known.pop(f"{index}.{POSITIONS}", None)
         for name in FINAL_NORMS:
             if name not in state:
                 known.pop(f"{index}.{name}", None)

@@ -30,6 +30,12 @@ def refuse_stages(model: Any, name: str) -> None:
             " neighbours of a stage are the same rank, and batched sends silently meet the wrong receives"
             "\n  Set overlap_p2p_comm=True and batch_p2p_comm=False, or use more stages."
         )
+    if getattr(model, "position_embedding_type", None) == "learned_absolute":
+        raise UnsupportedModelError(
+            f"{name} has learned positions on {num_stages} pipeline stages: Megatron never brings the copy on"
+            " the MTP stage in line with the first stage's, and finds two owners when it saves them\n"
+            "  Use one pipeline stage, or rotary positions."
+        )
     if not getattr(config, "mtp_standalone", False):
         return
     _refuse_hybrid(model, name)
