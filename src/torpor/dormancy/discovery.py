@@ -38,6 +38,10 @@ def as_chunks(model: torch.nn.Module | Sequence[torch.nn.Module]) -> list[torch.
     Raises:
         UnsupportedModelError: if it is neither a module nor a non-empty list of modules.
     """
+    if not isinstance(model, torch.nn.Module | Sequence):
+        raise UnsupportedModelError(
+            f"freeze_mtp takes a torch.nn.Module or a list of them, and got {type(model).__name__}"
+        )
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     for chunk in chunks:
         if not isinstance(chunk, torch.nn.Module):

@@ -91,6 +91,7 @@ class DormantMTP:
         self._shared = _names_shared_with_the_trunk(chunks, sites)
         # Read before anything is changed: a tensor without readable bytes ends the call here.
         self._baseline = self.fingerprint()
+        self._loading: set[str] = set()
         self._was_trainable = {name: p.requires_grad for name, p in self._parameters()}
         for _, parameter in self._parameters():
             parameter.requires_grad_(False)
@@ -137,8 +138,14 @@ class DormantMTP:
                 f"MTP layers were called {self.executions} times outside inference while asleep; 0 is right"
                 "\n  The traceback of the first call named the module; find what swallowed it."
             )
+        self._check_still_there()
         check_untrained(self._parameters(), optimizer)
         fingerprint = self.fingerprint()
+        for name in sorted(self._baseline.keys() ^ fingerprint.keys()):
+            raise MTPChangedError(
+                f"{name} {'appeared' if name in fingerprint else 'disappeared'} while asleep\n"
+                "  Do not save or export this model: its MTP layers are not those that fell asleep."
+            )
         for name, digest in fingerprint.items():
             if digest != self._baseline[name]:
                 raise MTPChangedError(
@@ -198,7 +205,8 @@ class DormantMTP:
         for name, module in site.mtp.named_modules():
             guard = ExecutionGuard(join(mtp_name, name), self._switch)
             self._hooks.append(module.register_forward_pre_hook(guard))
-        self._hooks.append(site.mtp.register_load_state_dict_post_hook(self._rebase))
+        self._hooks.append(site.mtp.register_load_state_dict_pre_hook(self._before_loading))
+        self._hooks.append(site.mtp.register_load_state_dict_post_hook(self._after_loading))
         vars(site.mtp)["_apply"] = ApplyToRetained(site.mtp, partial(self._follow_cast, mtp_name))
 
     def _follow_cast(self, mtp_name: str, name: str, before: torch.Tensor, after: torch.Tensor) -> None:
@@ -207,9 +215,27 @@ class DormantMTP:
         if self._baseline.get(name) == sha256_of(before, name):
             self._baseline[name] = sha256_of(after, name)
 
-    def _rebase(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
+    def _check_still_there(self) -> None:
+        for site in self._sites:
+            if site.model._modules.get("mtp") is not site.mtp:
+                raise MTPChangedError(
+                    f"{join(site.name, 'mtp')} is no longer the block that fell asleep: it was removed or"
+                    " replaced\n  Do not save or export this model: its heads would be lost."
+                )
+
+    def _before_loading(
+        self, module: torch.nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+    ) -> None:
+        """Note what a state dict brings for the block: the rest keeps its baseline."""
+        (site,) = (site for site in self._sites if site.mtp is module)
+        self._loading = {join(site.name, "mtp", key.removeprefix(prefix)) for key in state}
+
+    def _after_loading(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
         """Take what was just loaded as the baseline: the usual order is freeze, wrap, load a checkpoint."""
-        self._baseline = self.fingerprint()
+        for name, tensor in self._tensors():
+            if name in self._loading:
+                self._baseline[name] = sha256_of(tensor, name)
+        self._loading = set()
 
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the retained parameters and buffers as the modules hold them now."""

@@ -330,6 +330,37 @@ def test_loading_a_checkpoint_after_the_call_is_the_new_baseline():
         handle.check()
 
 
+def test_loading_the_trunk_alone_does_not_hide_a_change():
+    """Only what a state dict brings for the heads is a new baseline."""
+    model = build(GPT)
+    handle = freeze_mtp(model)
+    trunk = {n: t for n, t in model.state_dict().items() if not n.startswith("mtp.")}
+    with torch.no_grad():
+        model.mtp.layers[0].enorm.weight += 1
+    model.load_state_dict(trunk, strict=False)
+    with pytest.raises(MTPChangedError, match=r"enorm\.weight changed while asleep"):
+        handle.check()
+
+
+@pytest.mark.parametrize(
+    ("lose", "message"),
+    [
+        (lambda model: model.mtp.layers.__delitem__(0), r"mtp\.layers\.0\..* disappeared while asleep"),
+        (lambda model: setattr(model, "mtp", None), "mtp is no longer the block that fell asleep"),
+        (lambda model: setattr(model, "mtp", build(GPT, seed=4).mtp), "no longer the block"),
+        (lambda model: model.mtp.register_buffer("extra", torch.zeros(1)), r"mtp\.extra appeared"),
+    ],
+    ids=["layer-deleted", "block-removed", "block-replaced", "buffer-added"],
+)
+def test_lost_heads_are_found_out(lose, message):
+    """What is no longer there has not slept through."""
+    model = build(GPT)
+    handle = freeze_mtp(model)
+    lose(model)
+    with pytest.raises(MTPChangedError, match=message):
+        handle.check()
+
+
 class TestRefusals:
     """What cannot be honoured is refused, and the model is left as it was."""
 
@@ -350,7 +381,7 @@ class TestRefusals:
     @pytest.mark.parametrize("argument", [None, [], ["model"]])
     def test_no_model(self, argument):
         """A clear message instead of an AttributeError."""
-        with pytest.raises((UnsupportedModelError, TypeError)):
+        with pytest.raises(UnsupportedModelError, match="freeze_mtp"):
             freeze_mtp(argument)
 
     def test_after_ddp(self):
