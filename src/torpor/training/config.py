@@ -40,6 +40,8 @@ def _resolve(value: Any, info: ValidationInfo) -> Any:
 
 Count = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
 CountOrNone = Annotated[int, BeforeValidator(_no_bool), Field(ge=0)]
+# NumPy takes seeds of 32 bits; the rest is room for the offsets that stages add.
+Seed = Annotated[int, BeforeValidator(_no_bool), Field(ge=0, lt=2**31)]
 Rate = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, allow_inf_nan=False)]
 PositiveRate = Annotated[float, BeforeValidator(_no_bool), Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, lt=1)]
@@ -82,7 +84,7 @@ class OptimizationConfig(_Settings):
     eval_batches: CountOrNone = Field(default=8, description="held-out global batches per evaluation")
     held_out: Fraction = Field(default=0.01, description="share of the windows that is never trained on")
     log_every: Count = 1
-    seed: CountOrNone = 1234
+    seed: Seed = 1234
 
     @model_validator(mode="after")
     def _check_lengths(self) -> Self:
@@ -165,11 +167,28 @@ class DistillConfig(OptimizationConfig):
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word; this loader refuses them."""
+    """PyYAML keeps the last of two equal keys without a word; this loader refuses them.
+
+    It also says where a value stands that PyYAML recognizes by its looks and then cannot convert.
+    """
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception as error:  # the date 2026-13-45 is a ValueError, `!!bool x` a KeyError
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} cannot be read: {error}", node.start_mark
+            ) from None
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key_node, _ in node.value:
+        for key_node, _ in node.value if node.id == "mapping" else ():  # `!!map [a]` is refused below
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"a key is a {key_node.id}, not a word", key_node.start_mark
+                )
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key `{key_node.value}` appears twice", key_node.start_mark
@@ -208,6 +227,11 @@ def read_distill_config(path: Path, overrides: Mapping[str, Any] | None = None) 
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(
             f"{path}{where}: {problem}\n  A configuration is a YAML mapping with one `key: value` per line."
+        ) from None
+    except RecursionError:
+        raise ConfigError(
+            f"{path}: its brackets are nested too deep to read\n"
+            "  A configuration is a YAML mapping with one `key: value` per line."
         ) from None
     if not isinstance(values, dict):
         found = "nothing" if values is None else f"a {type(values).__name__}"

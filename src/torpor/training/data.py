@@ -147,6 +147,13 @@ def _text_of(record: Any, text_key: str, where: str) -> str:
             f"`data`: {where}: `{text_key}` holds a {type(text).__name__}, not a string\n"
             "  Name the field that holds text with `text_key`."
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"`data`: {where}: `{text_key}` holds {text[error.start]!r} at character {error.start}, "
+            "half of a surrogate pair and no character\n  Write the whole character, or leave the record out."
+        ) from None
     return text
 
 
@@ -229,6 +236,10 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
     """
     import transformers
 
+    # Set here and not by whoever starts Torpor: importing Transformers sets the level anew. Its remarks are
+    # about the model type in config.json, which no tokenizer needs.
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
@@ -239,6 +250,8 @@ def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":
             f"{folder}: the tokenizer cannot be loaded: {first}\n"
             "  The folder needs tokenizer.json and tokenizer_config.json beside its weights."
         ) from error
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"{folder}: the tokenizer has no end-of-text token, which separates packed documents\n"

@@ -1,6 +1,7 @@
 """Text to batches: every kind of source, packing, the split, the order, and resuming anywhere."""
 
 import json
+import logging
 from collections import Counter
 
 import datasets
@@ -86,6 +87,11 @@ def test_blank_documents_lines_and_missing_values_are_left_out(tmp_path):
         ("a.jsonl", b'["x"]\n', ["a.jsonl:1", "is a list"]),
         ("a.jsonl", b'{"txt": "x"}\n', ["a.jsonl:1", "no field `text`", "Did you mean `text_key: txt`?"]),
         ("a.jsonl", b'{"text": 3}\n', ["a.jsonl:1", "holds a int"]),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": "\\ud800 x"}\n',
+            ["a.jsonl:2", r"holds '\ud800' at character 0"],
+        ),
         ("a.parquet", b"no parquet", ["is no Parquet file"]),
         ("a.txt", b" \n", ["there is no text in"]),
         ("a.jsonl", b"", ["there is no text in"]),
@@ -121,6 +127,20 @@ def test_a_folder_without_a_tokenizer_or_without_an_end_of_text_token_is_refused
     byte_tokenizer(eos=None).save_pretrained(str(tmp_path))
     with pytest.raises(ConfigError, match="no end-of-text token"):
         data.load_tokenizer(tmp_path)
+
+
+def test_remarks_about_the_model_type_are_not_shown(tmp_path, caplog):
+    byte_tokenizer().save_pretrained(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "mimo"}')
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.addHandler(caplog.handler)  # its records do not reach the root logger
+    try:
+        data.load_tokenizer(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert caplog.messages == []
+    assert logger.level == level
 
 
 def test_equal_tokenizers_pass_and_each_difference_is_named():
