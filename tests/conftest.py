@@ -66,7 +66,9 @@ def megatron_rank() -> None:
 def no_process_groups() -> Iterator[None]:
     """No process group, neither torch's nor Megatron's, before and after."""
     from torpor.megatron import parallel
+    from torpor.megatron.host import prepare_host
 
+    prepare_host()
     parallel.shutdown()
     try:
         yield

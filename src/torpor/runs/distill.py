@@ -7,10 +7,12 @@ OUTPUT/
     metrics.jsonl     one line per step and per evaluation; tensorboard/ holds the same
     dormancy.json     the proof that the MTP layers slept, per rank
     export/           the trained student as a Hugging Face folder
+    export.json       the step and the settings that the export is of
     verify.json       the comparison of the export with the student it started from
     summary.json      how the run ended
 """
 
+import fcntl
 import hashlib
 import json
 import os
@@ -31,7 +33,7 @@ import torch
 from torpor.checkpoints.families import check_heads, count_mtp_layers, find_family
 from torpor.checkpoints.folder import Folder, open_folder
 from torpor.checkpoints.verify import VerifyResult, verify_folders
-from torpor.errors import ConfigError, MTPChangedError, TorporError
+from torpor.errors import CheckpointError, ConfigError, MTPChangedError, TorporError
 from torpor.megatron import checkpointing, parallel
 from torpor.megatron.host import prepare_host
 from torpor.megatron.models import build_model, build_transformer_config
@@ -143,8 +145,6 @@ def distill(config: DistillConfig) -> DistillResult:
         # Before the first import of Megatron-Core.
         prepare_host()
         inputs = _check_inputs(config)
-        if (config.output / "summary.json").exists() and (config.output / "export").exists():
-            return _finished_result(config, inputs)
         parallel.initialize(inputs.layout, config.seed)
         stack.callback(parallel.shutdown)
         ranks = _Ranks()
@@ -152,13 +152,16 @@ def distill(config: DistillConfig) -> DistillResult:
         windows = _prepare_windows(config, inputs, ranks)
         steps = data.count_steps(config, windows)
         fingerprint = ranks.from_rank_0(lambda: _fingerprint(config, inputs, windows))
+        finished = ranks.from_rank_0(lambda: _finished_result(config, inputs, steps, fingerprint))
+        if finished is not None:
+            return finished
         run = _build(config, inputs, windows, steps, fingerprint)
         folder.keep()
         outcome = _train(config, run, steps, fingerprint)
         if outcome.signal_number and outcome.step < steps:
             return ranks.from_rank_0(lambda: _result(config, run, outcome, export=None))
         dormancy = _prove(config, run, ranks)
-        verified = ranks.from_rank_0(lambda: _export(config, inputs))
+        verified = ranks.from_rank_0(lambda: _export(config, inputs, steps, fingerprint))
         return ranks.from_rank_0(lambda: _finish(config, run, outcome, dormancy, verified))
 
 
@@ -222,17 +225,31 @@ def _check_output(config: DistillConfig) -> Path | None:
     return checkpointing.find_latest(output / "checkpoints")
 
 
-def _finished_result(config: DistillConfig, inputs: _Inputs) -> DistillResult:
-    """What a complete run reported, if it is the run that is asked for."""
-    values = json.loads((config.output / "summary.json").read_text(encoding="utf-8"))
-    if config.steps is not None and values["steps"] != config.steps:
+def _finished_result(
+    config: DistillConfig, inputs: _Inputs, steps: int, fingerprint: dict[str, Any]
+) -> DistillResult | None:
+    """What a complete run reported, if it is the run that is asked for and its export is in order."""
+    summary, record = config.output / "summary.json", _export_record(config)
+    if record is None or not summary.exists():
+        return None
+    differing = [name for name, value in fingerprint.items() if record["fingerprint"].get(name) != value]
+    differing += ["steps"] if record["step"] != steps else []
+    if differing:
         raise ConfigError(
-            f"`output`: {config.output} holds a complete run of {values['steps']} steps, and `steps` is "
-            f"{config.steps}\n  Give a new folder."
+            f"`output`: {config.output} holds a complete run of {record['step']} steps with other settings"
+            f" or inputs: {', '.join(f'`{name}`' for name in differing)}\n  Give a new folder."
         )
-    values.pop("ok")
-    values |= {"output": config.output, "export": config.output / "export"}
-    return DistillResult(**values)
+    try:
+        values = json.loads(summary.read_text(encoding="utf-8"))
+        values.pop("ok")
+        values |= {"output": config.output, "export": config.output / "export"}
+        result = DistillResult(**values)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{summary} is damaged: {error}\n  Remove it and give the same command again."
+        ) from error
+    _check_verified(config, _verify(config, inputs))
+    return result
 
 
 # --- ranks ----------------------------------------------------------------------------------------------
@@ -350,19 +367,36 @@ def _run_folder(config: DistillConfig, ranks: _Ranks) -> Iterator[_RunFolder]:
     if ranks.rank != 0 or (config.output / "run.json").exists():
         folder.keep()
     try:
-        ranks.from_rank_0(lambda: _make_run_folder(config))
-        yield folder
+        with ExitStack() as lock:
+            ranks.from_rank_0(lambda: _make_run_folder(config, folder, lock))
+            yield folder
     except BaseException:
         folder.remove()
         raise
 
 
-def _make_run_folder(config: DistillConfig) -> None:
-    config.output.mkdir(parents=True, exist_ok=True)
+def _make_run_folder(config: DistillConfig, folder: _RunFolder, lock: ExitStack) -> None:
+    """Make the folder and hold it against other processes for as long as `lock` is open."""
     record = config.output / "run.json"
-    # First of all: it tells a later start that the folder is a run's.
-    if not record.exists():
-        _write_json(record, config.model_dump(mode="json"))
+    try:
+        config.output.mkdir(parents=True, exist_ok=True)
+        # First of all: it tells a later start that the folder is a run's.
+        if not record.exists():
+            _write_json(record, config.model_dump(mode="json"))
+        file = lock.enter_context(record.open("rb"))
+    except OSError as error:
+        raise ConfigError(
+            f"`output`: {config.output} cannot be written: {error.strerror or error}\n"
+            "  Give a folder that can."
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        folder.keep()  # it is the other process's
+        raise ConfigError(
+            f"`output`: another process is running in {config.output}\n"
+            "  Wait for it to end, or give another folder."
+        ) from None
     (config.output / "tokens").mkdir(exist_ok=True)
 
 
@@ -418,12 +452,13 @@ def _say_tokens(every_s: float = 10.0) -> Callable[[int], None]:
 def _fingerprint(config: DistillConfig, inputs: _Inputs, windows: data.PackedWindows) -> dict[str, Any]:
     """What must be the same in all parts of one run."""
     settings = config.model_dump(mode="json", exclude=_FREE_SETTINGS)
-    return {
+    values = {
         **settings,
         "teacher": _folder_digest(inputs.teacher),
         "student": _folder_digest(inputs.student),
         "data": windows.digest(),
     }
+    return dict(json.loads(json.dumps(values)))  # as it will be read back
 
 
 def _folder_digest(folder: Folder) -> str:
@@ -561,19 +596,53 @@ def _prove(config: DistillConfig, run: _Run, ranks: _Ranks) -> list[dict[str, An
     return everyone
 
 
-def _export(config: DistillConfig, inputs: _Inputs) -> VerifyResult | None:
+def _export(
+    config: DistillConfig, inputs: _Inputs, steps: int, fingerprint: dict[str, Any]
+) -> VerifyResult | None:
     """Write the export and compare it with the student, if that has MTP layers to be compared."""
     checkpoint = checkpointing.find_latest(config.output / "checkpoints")
     assert checkpoint is not None, "the loop saves after its last step"
-    out = config.output / "export"
-    # A folder of this name is whole, because a rename put it there: an earlier part of the run got that far.
-    if not out.exists():
+    out, stale = config.output / "export", config.output / "export.stale"
+    wanted = {"step": steps, "fingerprint": fingerprint}
+    # An earlier part of the run may have got as far, or may have ended with fewer steps.
+    if _export_record(config) != wanted:
+        shutil.rmtree(stale, ignore_errors=True)
+        if out.exists():
+            out.rename(stale)
         export_folder(checkpoint, inputs.student, out, mtp="source" if config.freeze_mtp else "live")
+        _write_json(config.output / "export.json", wanted)
+        shutil.rmtree(stale, ignore_errors=True)
+    verified = _verify(config, inputs)
+    if verified is not None:
+        _write_json(config.output / "verify.json", verified.to_json())
+    return verified
+
+
+def _export_record(config: DistillConfig) -> dict[str, Any] | None:
+    """Which step and settings the export is of; None if there is no export, or none that is known of."""
+    record = config.output / "export.json"
+    if not record.exists() or not (config.output / "export").exists():
+        return None
+    try:
+        values = json.loads(record.read_text(encoding="utf-8"))
+        return {"step": values["step"], "fingerprint": dict(values["fingerprint"])}
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _verify(config: DistillConfig, inputs: _Inputs) -> VerifyResult | None:
     if not count_mtp_layers(inputs.student).declared:
         return None
-    verified = verify_folders(inputs.student.path, out)
-    _write_json(config.output / "verify.json", verified.to_json())
-    return verified
+    return verify_folders(inputs.student.path, config.output / "export")
+
+
+def _check_verified(config: DistillConfig, verified: VerifyResult | None) -> None:
+    if config.freeze_mtp and verified is not None and not verified.ok:
+        raise MTPChangedError(
+            f"{config.output / 'export'} differs from {config.student} where it must not; see "
+            f"{config.output / 'verify.json'}\n"
+            "  Do not ship this export. `torpor verify STUDENT EXPORT` lists every difference."
+        )
 
 
 def _finish(
@@ -586,12 +655,7 @@ def _finish(
     result = _result(
         config, run, outcome, export=config.output / "export", dormancy=dormancy, verified=verified
     )
-    if config.freeze_mtp and verified is not None and not verified.ok:
-        raise MTPChangedError(
-            f"{config.output / 'export'} differs from {config.student} where it must not; see "
-            f"{config.output / 'verify.json'}\n"
-            "  Do not ship this export. `torpor verify STUDENT EXPORT` lists every difference."
-        )
+    _check_verified(config, verified)
     _write_json(config.output / "summary.json", result.to_json())
     return result
 

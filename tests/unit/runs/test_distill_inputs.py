@@ -155,11 +155,95 @@ def test_an_existing_empty_output_is_used_and_survives_a_refusal(work, monkeypat
     refuse(work, ConfigError, "windows of sequence_length 16")
 
 
-def test_a_finished_run_is_reported_again_and_not_extended(work):
-    first = run(work)
-    assert run(work) == first
-    with pytest.raises(ConfigError, match="holds a complete run of 2 steps, and `steps` is 3"):
-        run(work, steps=3)
+@pytest.fixture(scope="module")
+def finished(models, tmp_path_factory):
+    """A complete run of two steps, to be copied."""
+    from torpor.megatron import parallel
+    from torpor.megatron.host import prepare_host
+
+    prepare_host()
+    parallel.shutdown()
+    folder = tmp_path_factory.mktemp("finished")
+    for name in ("teacher", "student"):
+        shutil.copytree(models / name, folder / name)
+    (folder / "text.txt").write_text(TEXT)
+    run(folder)
+    return folder
+
+
+@pytest.fixture
+def complete(tmp_path, finished, no_process_groups):
+    return shutil.copytree(finished, tmp_path / "work")
+
+
+def flip_an_mtp_bit(export):
+    entry = next(e for name, e in run_module.open_folder(export).tensors.items() if name.startswith("mtp."))
+    content = bytearray(entry.file.read_bytes())
+    content[entry.offset] ^= 1
+    entry.file.write_bytes(content)
+
+
+def test_a_finished_run_is_reported_again_and_not_extended(complete):
+    first = run(complete)
+    assert first.steps == 2
+    assert run(complete) == first
+    with pytest.raises(ConfigError, match="complete run of 2 steps with other settings or inputs: `steps`"):
+        run(complete, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"freeze_mtp": False}, "freeze_mtp"), ({"student": "teacher"}, "student"), ({"lr": 0.5}, "lr")],
+)
+def test_a_finished_run_does_not_answer_for_another(complete, changes, named):
+    with pytest.raises(ConfigError, match=f"other settings or inputs: `{named}`"):
+        run(complete, **changes)
+
+
+def test_a_finished_run_looks_at_its_export_again(complete):
+    flip_an_mtp_bit(complete / "new" / "run" / "export")
+    with pytest.raises(TorporError, match="Do not ship this export"):
+        run(complete)
+
+
+def test_a_finished_run_with_a_damaged_summary_says_so(complete):
+    (complete / "new" / "run" / "summary.json").write_text('{"steps": 2}')
+    with pytest.raises(CheckpointError, match=r"summary\.json is damaged"):
+        run(complete)
+
+
+def test_an_export_of_fewer_steps_is_made_anew(complete):
+    """A run that ended after its export and before its summary may go on to more steps."""
+    folder = complete / "new" / "run"
+    before = (folder / "export" / "config.json").stat().st_ino
+    head = run_module.open_folder(folder / "export").sha256("lm_head.weight")
+    (folder / "summary.json").unlink()
+    assert run(complete).steps == 2
+    assert (folder / "export" / "config.json").stat().st_ino == before
+    (folder / "summary.json").unlink()
+    assert run(complete, steps=4).steps == 4
+    assert run_module.open_folder(folder / "export").sha256("lm_head.weight") != head
+    assert json.loads((folder / "export.json").read_text())["step"] == 4
+    assert not (folder / "export.stale").exists()
+
+
+def test_one_process_a_run_folder(complete):
+    import fcntl
+
+    folder = complete / "new" / "run"
+    present = sorted(path.name for path in folder.iterdir())
+    with (folder / "run.json").open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another process is running in"):
+            run(complete)
+    assert sorted(path.name for path in folder.iterdir()) == present
+    run(complete)
+
+
+@pytest.mark.parametrize("output", ["/proc/nowhere/run", "/dev/null/run", "text.txt/run"])
+def test_an_output_that_cannot_be_written(work, output):
+    with pytest.raises(ConfigError, match=r"`output`: .* (cannot be written|is a file)"):
+        run(work, output=output)
 
 
 @pytest.mark.parametrize("headless", [["teacher"], ["teacher", "student"]])
