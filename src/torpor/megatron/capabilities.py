@@ -29,11 +29,3 @@ def has_mamba_ssm() -> bool:
     from megatron.core.ssm.mamba_mixer import HAVE_EINOPS, HAVE_MAMBA_SSM
 
     return bool(HAVE_MAMBA_SSM and HAVE_EINOPS)
-
-
-@functools.cache
-def has_fused_adam() -> bool:
-    """Say whether Megatron found Transformer Engine's or Apex's Adam, which keep the step with the group."""
-    from megatron.core.optimizer import distrib_optimizer
-
-    return bool(distrib_optimizer.HAVE_APEX_OR_TE)

@@ -33,9 +33,7 @@ def print_verification(result: VerifyResult, console: Console | None = None) -> 
         result: Its result.
         console: Where to; stdout where None.
     """
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = _table_console(console)
     tensors = sum(tensor.source is not None for tensor in result.mtp)
     console.print(Text(f"{result.source} -> {result.export} ({result.family})"), soft_wrap=True)
     table = Table()
@@ -70,8 +68,7 @@ def print_verification(result: VerifyResult, console: Console | None = None) -> 
         for problem in problems[:MAX_PROBLEMS]:
             details.add_row(*(Text(cell) for cell in problem))
         console.print(details)
-        if len(problems) > MAX_PROBLEMS:
-            console.print(f"and {len(problems) - MAX_PROBLEMS} more; --json lists all")
+        _print_rest(len(problems), console)
     if result.ok:
         console.print(f"ok: all {tensors} MTP tensors are byte-identical to their source's", style="green")
     else:
@@ -85,9 +82,7 @@ def print_inspection(result: Inspection, console: Console | None = None) -> None
         result: Its result.
         console: Where to; stdout where None.
     """
-    console = console or Console(highlight=False)
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = _table_console(console)
     console.print(Text(f"{result.path} ({result.family}): {_describe(result.count)}"), soft_wrap=True)
     table = Table()
     table.add_column("part")
@@ -140,12 +135,25 @@ def print_receipt(result: ReceiptResult, console: Console | None = None) -> None
     ]
     for problem in problems[:MAX_PROBLEMS]:
         console.print(Text(f"problem: {problem}", style="bold red"), soft_wrap=True)
-    if len(problems) > MAX_PROBLEMS:
-        console.print(f"and {len(problems) - MAX_PROBLEMS} more; --json lists all")
+    _print_rest(len(problems), console)
     if result.ok:
         console.print(f"ok: all {result.tensors} tensors are what the receipt says", style="green")
     else:
         console.print("FAILED: this is not the folder that was verified", style="bold red")
+
+
+def _table_console(console: Console | None) -> Console:
+    """Return the console, or stdout; wide enough for tables where it is no terminal."""
+    console = console or Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
+
+def _print_rest(num_problems: int, console: Console) -> None:
+    """Say how many problems were left out."""
+    if num_problems > MAX_PROBLEMS:
+        console.print(f"and {num_problems - MAX_PROBLEMS} more; --json lists all")
 
 
 def print_graft(result: GraftResult, console: Console | None = None) -> None:
