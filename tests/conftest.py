@@ -9,6 +9,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,6 +33,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                     item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def no_state_of_other_models() -> None:
+    """Forget what Megatron keeps per process, not per model, from tests that ran before.
+
+    Metrics of MoE and MTP are sized by the first model that ran. The scale of the auxiliary loss gets its
+    shape from whatever ran first, a bare backward or a schedule, and the other then fails to write into it.
+    """
+    moe = sys.modules.get("megatron.core.transformer.moe.moe_utils")
+    if moe:
+        moe.MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    metrics = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    if metrics:
+        metrics.destroy_moe_metrics_tracker()
+    mtp = sys.modules.get("megatron.core.transformer.multi_token_prediction")
+    if mtp:
+        mtp.MTPLossLoggingHelper.tracker.clear()
+
+
 @pytest.fixture
 def megatron_rank() -> None:
     """A world of one rank with Megatron's process groups, generators seeded with 1234.
@@ -44,12 +63,7 @@ def megatron_rank() -> None:
 
     prepare_host()
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    # Megatron keeps the metrics of all models in one place, sized by the first that ran.
-    destroy_moe_metrics_tracker()
-    MTPLossLoggingHelper.tracker.clear()
     if not parallel_state.model_parallel_is_initialized():
         parallel.initialize(parallel.Layout(), seed=1234)
         return
