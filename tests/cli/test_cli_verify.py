@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -118,3 +119,20 @@ def test_no_receipt_for_a_wrong_export(source, tmp_path):
     done = run_verify(source, export, "--receipt", tmp_path / "r.json")
     assert done.returncode == 1
     assert not (tmp_path / "r.json").exists()
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_output_that_cannot_be_written(source, tmp_path, options):
+    """One line on stderr and not a traceback; exit 2, since nobody can read what was found."""
+    export = write_changed(source, tmp_path / "export")
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "torpor", "verify", str(source), str(export), *options],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr == "output cannot be written: No space left on device\n"

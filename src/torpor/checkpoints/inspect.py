@@ -26,6 +26,11 @@ from torpor.errors import CheckpointError, UnsupportedModelError
 
 # Model-Optimizer's own file, which some servers read and config.json need not repeat.
 MODELOPT_NAME = "hf_quant_config.json"
+# Where an MTP layer takes a token's embedding and the trunk's hidden state in, in any family's words.
+_JOINS = (
+    *(f"{norm}.weight" for norm in ("enorm", "hnorm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")),
+    *(f"{projection}.weight" for projection in ("eh_proj", "mtp.fc", "input_proj")),
+)
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,7 @@ def inspect_folder(path: str | Path) -> Inspection:
         problems=(
             *_count_problems(folder, family, count),
             *_copy_problems(folder, candidates),
+            *_shape_problems(folder, mtp, {name for name, _ in candidates}),
             *quantization_problems(folder, family, mtp, trunk),
         ),
         consumers=_describe_consumers(family, count),
@@ -308,6 +314,31 @@ def _copy_problems(folder: Folder, candidates: Collection[tuple[str, str]]) -> l
                 f" {list(original.shape)}: one of the two was left behind"
             )
     return problems
+
+
+def _shape_problems(folder: Folder, mtp: Collection[str], copies: Collection[str]) -> list[str]:
+    """Return what is wrong if the MTP layers are those of a model with another hidden size.
+
+    Each has norms of the hidden size and a projection of two hidden states to one; the layer inside may be
+    unlike every layer of the trunk and is not judged.
+    """
+    hidden = text_config(folder.config).get("hidden_size")
+    if type(hidden) is not int:
+        return []
+    wrong = []
+    for name in mtp:
+        if name in copies or is_quantized(folder.tensors, name) or not name.endswith(_JOINS):
+            continue
+        shape = folder.tensors[name].shape
+        wanted = (hidden,) if len(shape) == 1 else (hidden, 2 * hidden)
+        if shape != wanted:
+            wrong.append(f"{name} has shape {list(shape)}, and hidden_size {hidden} needs {list(wanted)}")
+    if not wrong:
+        return []
+    return [
+        f"{wrong[0]} ({len(wrong)} such MTP tensors): the heads are another model's, or config.json is."
+        " Take both from one model."
+    ]
 
 
 def _are_alike(folder: Folder, name: str, trunk: str) -> bool:

@@ -3,6 +3,7 @@
 Nothing but headers and raw bytes is read, in pieces of a few MiB, and no tensor is ever built.
 """
 
+import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from torpor.checkpoints.config_fields import NESTED, Config
 from torpor.checkpoints.families import MTPLayerCount, count_mtp_layers, family_of
 from torpor.checkpoints.family import Family
 from torpor.checkpoints.folder import Folder, open_folder
@@ -65,6 +67,7 @@ class VerifyResult:
         quantization_problems: What is wrong with how the export says that its heads are quantised.
         source_count: The source's MTP layers.
         export_count: The export's.
+        config_changed: Fields of config.json that only one of the two has or that differ; no verdict.
         export_sha256: Of every tensor of the export, where they were all hashed.
     """
 
@@ -82,6 +85,7 @@ class VerifyResult:
     quantization_problems: tuple[str, ...]
     source_count: MTPLayerCount
     export_count: MTPLayerCount
+    config_changed: tuple[str, ...]
     export_sha256: Mapping[str, str]
 
     @property
@@ -124,6 +128,7 @@ class VerifyResult:
             },
             "quantization": {"problems": list(self.quantization_problems)},
             "config": _count_json(self.export_count),
+            "config_changed": list(self.config_changed),
             "source_config": _count_json(self.source_count),
         }
 
@@ -224,6 +229,7 @@ def compare_folders(
         quantization_problems=tuple(quantization_problems(export, family, export_mtp, export_trunk)),
         source_count=source_count,
         export_count=export_count,
+        config_changed=tuple(_changed_fields(source.config, export.config)),
         export_sha256={name: findings[name].export_sha256 or "" for name in export.tensors}
         if hash_all
         else {},
@@ -360,6 +366,19 @@ def are_equal(one: Folder, one_name: str, other: Folder, other_name: str) -> boo
     pieces = zip(one.iter_bytes(one_name), other.iter_bytes(other_name), strict=True)
     # A bytearray is compared with the other side at once, a memoryview element by element.
     return all(bytearray(a) == b for a, b in pieces)
+
+
+def _changed_fields(before: Config, after: Config) -> list[str]:
+    """Return the fields of config.json that differ; those of a configuration inside it after its name."""
+    changed = []
+    for field in sorted(before.keys() | after.keys()):
+        one, other = before.get(field), after.get(field)
+        if field in NESTED and isinstance(one, dict) and isinstance(other, dict):
+            changed += [f"{field}.{inner}" for inner in _changed_fields(one, other)]
+        # As JSON: 1, 1.0 and true are equal to Python.
+        elif (field in before) != (field in after) or json.dumps(one) != json.dumps(other):
+            changed.append(field)
+    return changed
 
 
 def _count_json(count: MTPLayerCount) -> dict[str, int | None]:

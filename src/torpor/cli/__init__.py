@@ -1,5 +1,6 @@
 """The command line: one thin module per command, none of which imports torch before it runs."""
 
+import errno
 import logging
 import os
 import sys
@@ -20,6 +21,7 @@ from torpor.errors import CheckpointError, ConfigError, TorporError, Unsupported
 
 EXIT_CHECK_FAILED = 1
 EXIT_REFUSED = 2
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 REFUSALS = (ConfigError, CheckpointError, UnsupportedModelError)
 
 # Libraries whose remarks are about their own insides. What a user can act on, they raise.
@@ -39,6 +41,12 @@ class TorporGroup(TyperGroup):
         except TorporError as error:
             report_error(error)
             raise typer.Exit(EXIT_REFUSED if isinstance(error, REFUSALS) else EXIT_CHECK_FAILED) from None
+        except OSError as error:
+            # Commands answer for their own files by name; what is left is the stream that they print to.
+            if error.errno not in NO_ROOM:
+                raise
+            typer.echo(f"output cannot be written: {error.strerror}", err=True)
+            raise typer.Exit(EXIT_REFUSED) from None
 
 
 def report_error(error: TorporError) -> None:

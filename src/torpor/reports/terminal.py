@@ -55,6 +55,8 @@ def print_verification(result: VerifyResult, console: Console | None = None) -> 
     table.add_row("trunk", str(result.trunk_tensors), ", ".join(findings))
     table.add_row("layers in the source", "", _describe(result.source_count))
     table.add_row("layers in the export", "", _describe(result.export_count))
+    if result.config_changed:
+        table.add_row("config.json", "", Text(f"changed: {', '.join(result.config_changed)}"))
     console.print(table)
 
     problems = list(_problems(result))

@@ -56,6 +56,23 @@ def test_undeclared_heads(tmp_path):
     assert "Make mtp_num_hidden_layers say what is there" in result.problems[0]
 
 
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5", "mimo", "nemotron_h"])
+def test_heads_of_another_width(tmp_path, name):
+    """Complete by name, and made for a model of half the hidden size."""
+
+    def halve(tensors):
+        heads = read_manifest(name)["mtp"].keys() - read_manifest(name)["copies"].keys()
+        halved = {}
+        for tensor, (dtype, shape, data) in tensors.items():
+            if tensor in heads and shape:
+                shape, data = [shape[0] // 2, *shape[1:]], data[: len(data) // 2]
+            halved[tensor] = (dtype, shape, data)
+        return halved
+
+    result = inspect_folder(write_golden(tmp_path / "f", name, change=halve))
+    assert any("hidden_size 64 needs [64" in problem for problem in result.problems)
+
+
 def test_headers_only(tmp_path, monkeypatch):
     """No tensor's bytes are read."""
 

@@ -1,6 +1,7 @@
 """A verification passes for a sound export, and fails for every way in which one can be wrong."""
 
 import hashlib
+import json
 import subprocess
 import sys
 import tracemalloc
@@ -165,6 +166,23 @@ def test_config_that_counts_otherwise(verify, declared):
     assert report["mtp"]["identical"] == 22
     assert not report["ok"]
     assert report["config"] == {"declared": declared or 0, "physical": 1, "written": 1}
+    assert report["config_changed"] == ["num_nextn_predict_layers"]
+
+
+def test_other_fields_of_the_configuration_are_listed(verify, tmp_path):
+    """They may change, as the library's version does; whoever ships the export can see which have."""
+    report = verify(config={"rope_theta": 5, "made_by": "a trainer", "bos_token_id": True})
+    assert report["ok"]
+    assert report["config_changed"] == ["bos_token_id", "made_by", "rope_theta"]
+
+
+def test_fields_of_a_model_inside_another(tmp_path):
+    """A language model's configuration inside a larger one is compared field by field."""
+    folders = [write_golden(tmp_path / name, "qwen3_5_vl") for name in ("source", "export")]
+    config = json.loads((folders[1] / "config.json").read_text())
+    config["text_config"]["rms_norm_eps"] = 1e-3
+    (folders[1] / "config.json").write_text(json.dumps(config))
+    assert verify_folders(*folders).config_changed == ("text_config.rms_norm_eps",)
 
 
 def test_source_that_contradicts_itself(mimo, tmp_path):
