@@ -1,18 +1,14 @@
-"""What a distillation run is told: every setting, its default, and the checks that need no other file."""
+"""What a training run is told: every setting, its default, and the checks that need no other file."""
 
-import difflib
 import glob
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
@@ -126,16 +122,17 @@ class OptimizationConfig(_Settings):
             )
 
 
-class DistillConfig(OptimizationConfig):
-    """Settings of `torpor distill`: which folders and text, and how to train."""
+class RunConfig(OptimizationConfig):
+    """Settings of a training command: how to train, on which data, and where to."""
 
-    teacher: Folder = Field(description="Hugging Face folder of the teacher")
-    student: Folder = Field(description="Hugging Face folder of the student")
+    command: ClassVar[str]
+    """Name of the command on the command line."""
+    models: ClassVar[tuple[str, ...]]
+    """The settings that name the folders of models, the one whose weights are trained first."""
+
     output: Folder = Field(description="run folder: checkpoints, metrics, export")
-    data: list[Path] = Field(description="text: .txt, .jsonl, .parquet, saved datasets, folders, globs")
-    text_key: str = Field(default="text", min_length=1, description="field of a record that holds its text")
-    temperature: PositiveRate = 1.0
-    freeze_mtp: bool = Field(default=True, description="keep the MTP layers of both models asleep")
+    data: list[Path] = Field(description="data: .txt, .jsonl, .parquet, saved datasets, folders, globs")
+    freeze_mtp: bool = Field(default=True, description="keep MTP layers asleep, or run and train them")
 
     @field_validator("data", mode="before")
     @classmethod
@@ -160,112 +157,19 @@ class DistillConfig(OptimizationConfig):
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
-        for name in ("teacher", "student"):
+        for name in self.models:
             if getattr(self, name) == self.output:
                 raise ValueError(f"`output` is the same folder as `{name}`: {self.output}")
         return self
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """PyYAML keeps the last of two equal keys without a word; this loader refuses them.
+class DistillConfig(RunConfig):
+    """Settings of `torpor distill`: from which teacher into which student."""
 
-    It also says where a value stands that PyYAML recognizes by its looks and then cannot convert.
-    """
+    command = "distill"
+    models = ("student", "teacher")
 
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (yaml.YAMLError, RecursionError):
-            raise
-        except Exception as error:  # the date 2026-13-45 is a ValueError, `!!bool x` a KeyError
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{node.value!r} cannot be read: {error}", node.start_mark
-            ) from None
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key_node, _ in node.value if node.id == "mapping" else ():  # `!!map [a]` is refused below
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"a key is a {key_node.id}, not a word", key_node.start_mark
-                )
-            if key_node.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key `{key_node.value}` appears twice", key_node.start_mark
-                )
-            seen.add(key_node.value)
-        return super().construct_mapping(node, deep)
-
-
-def read_distill_config(path: Path, overrides: Mapping[str, Any] | None = None) -> DistillConfig:
-    """Read and check a distillation configuration.
-
-    Args:
-        path: YAML file; the relative paths inside it are relative to its own folder.
-        overrides: settings that replace the file's, by name; None values are ignored, and their relative
-            paths are relative to the working directory.
-
-    Returns:
-        The checked configuration, with absolute paths.
-
-    Raises:
-        ConfigError: the file is missing or no YAML mapping, a key is unknown, or a value cannot be honoured.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"{path}: there is no such file\n  Give the path of a YAML file; see `torpor distill --help`."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}\n  Give a readable UTF-8 YAML file.") from None
-    try:
-        values = yaml.load(text, _UniqueKeyLoader)  # a SafeLoader
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigError(
-            f"{path}{where}: {problem}\n  A configuration is a YAML mapping with one `key: value` per line."
-        ) from None
-    except RecursionError:
-        raise ConfigError(
-            f"{path}: its brackets are nested too deep to read\n"
-            "  A configuration is a YAML mapping with one `key: value` per line."
-        ) from None
-    if not isinstance(values, dict):
-        found = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ConfigError(f"{path}: holds {found}, not a mapping\n  Write one `key: value` per line.")
-    for name, value in (overrides or {}).items():
-        if value is not None:
-            values[name] = value.absolute() if isinstance(value, Path) else value
-    try:
-        return DistillConfig.model_validate(values, context={"base": path.absolute().parent})
-    except ValidationError as error:
-        raise ConfigError(_explain(path, error)) from None
-
-
-def _explain(path: Path, error: ValidationError) -> str:
-    """One line per problem, each with the file, the key, its value and what it should be."""
-    known = list(DistillConfig.model_fields)
-    lines = []
-    for problem in error.errors():
-        key = ".".join(str(part) for part in problem["loc"])
-        value = problem["input"]
-        if problem["type"] == "extra_forbidden":
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"did you mean `{near[0]}`?" if near else f"the settings are: {', '.join(known)}"
-            lines.append(f"{path}: `{key}` (with the value {value!r}) is not a setting\n  {hint}")
-        elif problem["type"] == "missing":
-            purpose = DistillConfig.model_fields[key].description
-            lines.append(f"{path}: `{key}` is missing\n  Add `{key}: ...` ({purpose}).")
-        elif not key:
-            lines.append(f"{path}: {_plain(problem['msg'])}\n  Change one of them.")
-        else:
-            lines.append(f"{path}: `{key}` is {value!r}: {_plain(problem['msg'])}\n  Change its value.")
-    return "\n".join(lines)
-
-
-def _plain(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
+    teacher: Folder = Field(description="Hugging Face folder of the teacher")
+    student: Folder = Field(description="Hugging Face folder of the student")
+    text_key: str = Field(default="text", min_length=1, description="field of a record that holds its text")
+    temperature: PositiveRate = 1.0

@@ -52,6 +52,7 @@ def test_sound_export(verify, nemotron_h):
         "trunk": {"tensors": 33, "changed": 0, "missing": [], "unexpected": [], "mismatched": []},
         "quantization": {"problems": []},
         "config": {"declared": 1, "physical": 1, "written": 1},
+        "config_changed": [],
         "source_config": {"declared": 1, "physical": 1, "written": 1},
     }
     assert hashes == {name: hashlib.sha256(folder.read_bytes(name)).hexdigest() for name in names}
