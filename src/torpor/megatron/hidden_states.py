@@ -3,8 +3,8 @@
 A loss or a log-probability that is computed from hidden states in chunks never needs all logits
 [s, b, v] at once. Megatron-Core's GPTModel has an argument for that (`output_processor`), HybridModel has
 none, and wrappers hide the model behind other arguments; so the output layer itself hands over what it is
-given. What it is given is what counts: with tied embeddings the model passes the embedding's weight, which on a
-last stage with MTP layers is another tensor than `output_layer.weight`.
+given. What it is given is what counts: with tied embeddings the model passes the embedding's weight, which
+on a last stage with MTP layers is another tensor than `output_layer.weight`.
 
 Only the main call is handed over. MTP layers that are awake project before it, once for each depth
 (multi_token_prediction.py, process_mtp_loss), and go on to their own loss as ever.
@@ -45,7 +45,7 @@ class Handover:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        self._project = model.output_layer.forward if model.post_process else None
+        self._project: Any = model.output_layer.forward if model.post_process else None
         self._projection: OutputProjection | None = None
         self._num_calls = 0
         self._num_mtp_calls = 0
@@ -120,11 +120,11 @@ def hand_over_projection(model: torch.nn.Module) -> Iterator[Handover]:
         model(tokens, positions, None, labels=labels)
     projection = handover.take()
 
-    The model may be wrapped, in DDP or Float16Module for instance; it is called as ever, the caller's
-    own wrapper included. On the last stage it then returns hidden states in place of logits or losses, which are
-    not to be used: take them from the handover, where they have kept their type. The gradient of MoE balancing
-    and of MTP layers that are awake is in them. Labels are only needed by MTP layers that are awake. On other
-    stages nothing is different. At the end of the block the model is as before, whatever was raised in it.
+    The model may be wrapped, in DDP or Float16Module for instance; it is called as ever, wrappers included.
+    On the last stage it then returns hidden states in place of logits or losses, which are not to be used:
+    take them from the handover, where they have kept their type. The gradient of MoE balancing and of MTP
+    layers that are awake is in them. Only MTP layers that are awake look at labels. On other stages nothing is
+    different. At the end of the block the model is as before, whatever was raised in it.
 
     Args:
         model: A GPTModel or HybridModel, this rank's chunk of it, wrapped or not.
@@ -133,8 +133,8 @@ def hand_over_projection(model: torch.nn.Module) -> Iterator[Handover]:
         The handover, to be taken after the forward.
 
     Raises:
-        UnsupportedModelError: If the model is of another kind, or its output layer does more than to multiply:
-            a bias, enabled quantizers, weights that are sharded between forwards.
+        UnsupportedModelError: If the model is of another kind, or its output layer does more than to
+            multiply: a bias, enabled quantizers, weights that are sharded between forwards.
     """
     language_model = find_language_model(model)
     handover = Handover(language_model)
@@ -144,7 +144,7 @@ def hand_over_projection(model: torch.nn.Module) -> Iterator[Handover]:
     _refuse_output_layer(language_model.output_layer)
     loss = language_model.compute_language_model_loss
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def compute_language_model_loss(labels_BS: torch.Tensor, logits_SBV: torch.Tensor) -> torch.Tensor:
         return logits_SBV if handover.is_made else loss(labels_BS, logits_SBV)
 
@@ -171,8 +171,8 @@ def find_language_model(model: torch.nn.Module) -> Any:
         inner = getattr(model, "module", None)
         if isinstance(model, _BaseDataParallel) and not isinstance(model, DistributedDataParallel):
             raise UnsupportedModelError(
-                f"{type(model).__name__} shards the output weight as soon as the output layer has run, and the"
-                " loss is computed after that\n  Wrap the model in Megatron-Core's DistributedDataParallel."
+                f"{type(model).__name__} shards the output weight as soon as the output layer has run, and"
+                " the loss is computed after that\n  Wrap the model in Megatron-Core's DistributedDataParallel."
             )
         if not isinstance(inner, torch.nn.Module):
             raise UnsupportedModelError(
@@ -211,8 +211,8 @@ def _refuse_output_layer(layer: Any) -> None:
     enabled = [name for name, child in layer.named_children() if getattr(child, "is_enabled", False)]
     if enabled:
         raise UnsupportedModelError(
-            f"the output layer is quantized ({', '.join(enabled)}), and the loss multiplies by its plain weight\n"
-            '  Leave the output layer out of quantization: {"*output_layer*": {"enable": False}}.'
+            f"the output layer is quantized ({', '.join(enabled)}), and the loss multiplies by its plain"
+            ' weight\n  Leave the output layer out of quantization: {"*output_layer*": {"enable": False}}.'
         )
 
 

@@ -1,4 +1,4 @@
-"""A forward that ends before the output projection: what is handed over makes the logits, and leaves no trace."""
+"""A forward that ends before the output projection: what it hands over makes the logits; it leaves no trace."""
 
 import pytest
 import torch
@@ -125,7 +125,8 @@ def test_hooks_of_the_output_layer_still_run():
     model.output_layer.register_forward_pre_hook(lambda *_: called.append(True))
     with hand_over_projection(model) as handover:
         model(**batch())
-    assert handover.take() and called == [True]
+    assert handover.take()
+    assert called == [True]
 
 
 def test_mup_scaled_logits():
@@ -142,9 +143,10 @@ def test_mup_scaled_logits():
 class TestRefusals:
     def test_two_forwards_in_one_block(self):
         model = build(GPT, mtp=False)
-        with pytest.raises(TorporError, match="called twice"), hand_over_projection(model):
+        with hand_over_projection(model):
             model(**batch())
-            model(**batch())
+            with pytest.raises(TorporError, match="called twice"):
+                model(**batch())
 
     def test_taking_without_a_forward(self):
         model = build(GPT, mtp=False)
