@@ -77,7 +77,7 @@ class Handover:
         input_: torch.Tensor,
         weight: torch.Tensor | None = None,
         runtime_gather_output: bool | None = None,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Stand in for the forward of the output layer, a ColumnParallelLinear.
 
         Args:
@@ -101,7 +101,8 @@ class Handover:
             self._num_mtp_calls = _mtp_projections(self._model)
         self._num_calls += 1
         if self._num_calls <= self._num_mtp_calls:
-            return self._project(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+            logits, bias = self._project(input_, weight=weight, runtime_gather_output=runtime_gather_output)
+            return logits, bias
         self._projection = OutputProjection(
             # MuP multiplies logits by a constant: the same as multiplying hidden states.
             self._model._scale_logits(input_),
@@ -123,8 +124,8 @@ def hand_over_projection(model: torch.nn.Module) -> Iterator[Handover]:
     The model may be wrapped, in DDP or Float16Module for instance; it is called as ever, wrappers included.
     On the last stage it then returns hidden states in place of logits or losses, which are not to be used:
     take them from the handover, where they have kept their type. The gradient of MoE balancing and of MTP
-    layers that are awake is in them. Only MTP layers that are awake look at labels. On other stages nothing is
-    different. At the end of the block the model is as before, whatever was raised in it.
+    layers that are awake is in them. Only such layers look at labels. On other stages nothing is different.
+    At the end of the block the model is as before, whatever was raised in it.
 
     Args:
         model: A GPTModel or HybridModel, this rank's chunk of it, wrapped or not.
@@ -172,7 +173,8 @@ def find_language_model(model: torch.nn.Module) -> Any:
         if isinstance(model, _BaseDataParallel) and not isinstance(model, DistributedDataParallel):
             raise UnsupportedModelError(
                 f"{type(model).__name__} shards the output weight as soon as the output layer has run, and"
-                " the loss is computed after that\n  Wrap the model in Megatron-Core's DistributedDataParallel."
+                " the loss is computed after that\n"
+                "  Wrap the model in Megatron-Core's DistributedDataParallel."
             )
         if not isinstance(inner, torch.nn.Module):
             raise UnsupportedModelError(

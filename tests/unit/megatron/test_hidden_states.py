@@ -1,4 +1,4 @@
-"""A forward that ends before the output projection: what it hands over makes the logits; it leaves no trace."""
+"""A forward that ends before the projection: what it hands over makes the logits; it leaves no trace."""
 
 import pytest
 import torch
