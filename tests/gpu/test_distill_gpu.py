@@ -12,7 +12,8 @@ from torpor.checkpoints.verify import verify_folders
 from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
 from torpor.runs.distill import distill
-from torpor.training.config import read_distill_config
+from torpor.training.config import DistillConfig
+from torpor.training.config_file import read_config
 
 WRITERS = {"nemotron_h": tiny.write_nemotron_h, "mimo": tiny.write_mimo}
 
@@ -44,7 +45,7 @@ def test_a_run_learns_resumes_and_keeps_its_heads(no_process_groups, tmp_path, f
         "eval_batches": 1,
     }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    config = read_distill_config(tmp_path / "run.yaml")
+    config = read_config(DistillConfig, tmp_path / "run.yaml")
     whole = distill(config)
     assert whole.last_loss < whole.first_loss
     assert whole.mtp_executions == 0

@@ -35,7 +35,8 @@ def distil(path, *, damage=False):
     """Run on this rank; what was raised, as (kind, message, whether all ranks raise it), or the result."""
     from torpor.runs.distill import distill
     from torpor.training import loop
-    from torpor.training.config import read_distill_config
+    from torpor.training.config import DistillConfig
+    from torpor.training.config_file import read_config
 
     real = loop.run_step
 
@@ -49,7 +50,7 @@ def distil(path, *, damage=False):
 
     loop.run_step = run_step
     try:
-        return distill(read_distill_config(path))
+        return distill(read_config(DistillConfig, path))
     except TorporError as error:
         return type(error), str(error), error.is_on_every_rank
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from torpor.runs.distill import DistillResult
+    from torpor.runs.result import RunResult
 
 
 def distill(
@@ -38,10 +38,11 @@ def distill(
     An interrupted run continues when the same command is given again. On several ranks:
     torchrun --nproc-per-node N -m torpor distill CONFIG
     """
-    from torpor.training.config import read_distill_config
+    from torpor.training.config import DistillConfig
+    from torpor.training.config_file import read_config
 
     overrides = {"freeze_mtp": freeze_mtp, "output": output, "steps": steps}
-    settings = read_distill_config(config, overrides)
+    settings = read_config(DistillConfig, config, overrides)
 
     from torpor.runs.distill import distill as run
 
@@ -54,7 +55,7 @@ def distill(
         raise typer.Exit(128 + result.signal_number)
 
 
-def _summary(result: "DistillResult") -> str:
+def _summary(result: "RunResult") -> str:
     if result.export is None:
         return (
             f"stopped after step {result.steps}, which is saved in {result.output / 'checkpoints'}\n"

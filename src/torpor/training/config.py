@@ -157,9 +157,16 @@ class RunConfig(OptimizationConfig):
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
+        output = self.output.resolve()
         for name in self.models:
-            if getattr(self, name) == self.output:
+            model = getattr(self, name).resolve()
+            if output == model:
                 raise ValueError(f"`output` is the same folder as `{name}`: {self.output}")
+            if output.is_relative_to(model) or model.is_relative_to(output):
+                inner, outer = ("output", name) if output.is_relative_to(model) else (name, "output")
+                raise ValueError(
+                    f"`{inner}` {getattr(self, inner)} lies within `{outer}` {getattr(self, outer)}"
+                )
         return self
 
 

@@ -126,7 +126,7 @@ def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
             where = f"{path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:  # the latter for brackets nested too deep
                 raise ConfigError(
                     f"`data`: {where} is no JSON object: {error}\n  A .jsonl file has one object per line."
                 ) from None

@@ -7,10 +7,12 @@ import pytest
 import yaml
 
 import tiny
+from torpor.checkpoints.folder import open_folder
 from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
-from torpor.runs import distill as run_module
+from torpor.runs import distill as distill_module
 from torpor.runs.distill import distill
-from torpor.training.config import read_distill_config
+from torpor.training.config import DistillConfig
+from torpor.training.config_file import read_config
 
 TEXT = "The dormouse sleeps through the winter. " * 100
 VALUES = {
@@ -44,7 +46,7 @@ def work(tmp_path, models, no_process_groups):
 
 def run(work, **changes):
     (work / "run.yaml").write_text(yaml.safe_dump(VALUES | changes))
-    return distill(read_distill_config(work / "run.yaml"))
+    return distill(read_config(DistillConfig, work / "run.yaml"))
 
 
 def edit_config(folder, **changes):
@@ -137,7 +139,9 @@ def test_windows_longer_than_the_model(work):
 
 
 def test_an_output_that_holds_something_else(work):
-    refuse(work, ConfigError, "not empty and holds no run", output="student/..")
+    (work / "notes").mkdir()
+    (work / "notes" / "notes.txt").write_text("not a run")
+    refuse(work, ConfigError, "not empty and holds no run of `torpor distill`", output="notes")
     refuse(work, ConfigError, "text.txt is a file", output="text.txt")
 
 
@@ -145,7 +149,7 @@ def test_a_failure_while_building_removes_the_run_folder(work, monkeypatch):
     def fail(*_, **__):
         raise CheckpointError("damaged in the middle")
 
-    monkeypatch.setattr(run_module, "load_weights", fail)
+    monkeypatch.setattr(distill_module, "load_weights", fail)
     refuse(work, CheckpointError, "damaged in the middle")
 
 
@@ -177,7 +181,7 @@ def complete(tmp_path, finished, no_process_groups):
 
 
 def flip_an_mtp_bit(export):
-    entry = next(e for name, e in run_module.open_folder(export).tensors.items() if name.startswith("mtp."))
+    entry = next(e for name, e in open_folder(export).tensors.items() if name.startswith("mtp."))
     content = bytearray(entry.file.read_bytes())
     content[entry.offset] ^= 1
     entry.file.write_bytes(content)
@@ -216,13 +220,13 @@ def test_an_export_of_fewer_steps_is_made_anew(complete):
     """A run that ended after its export and before its summary may go on to more steps."""
     folder = complete / "new" / "run"
     before = (folder / "export" / "config.json").stat().st_ino
-    head = run_module.open_folder(folder / "export").sha256("lm_head.weight")
+    head = open_folder(folder / "export").sha256("lm_head.weight")
     (folder / "summary.json").unlink()
     assert run(complete).steps == 2
     assert (folder / "export" / "config.json").stat().st_ino == before
     (folder / "summary.json").unlink()
     assert run(complete, steps=4).steps == 4
-    assert run_module.open_folder(folder / "export").sha256("lm_head.weight") != head
+    assert open_folder(folder / "export").sha256("lm_head.weight") != head
     assert json.loads((folder / "export.json").read_text())["step"] == 4
     assert not (folder / "export.stale").exists()
 
@@ -280,22 +284,32 @@ def test_heads_that_changed_during_the_run_are_not_exported(work, monkeypatch):
 
 
 def test_an_export_that_differs_from_its_source_fails(work, monkeypatch):
-    real = run_module.export_folder
+    real = distill_module.export_folder
 
     def damage(checkpoint, source, out, *, mtp):
         real(checkpoint, source, out, mtp=mtp)
         file = next(iter(sorted(out.glob("*.safetensors"))))
         entry = next(
             entry
-            for name, entry in run_module.open_folder(out).tensors.items()
+            for name, entry in open_folder(out).tensors.items()
             if name.startswith("mtp.") and entry.file == file
         )
         content = bytearray(file.read_bytes())
         content[entry.offset] ^= 1
         file.write_bytes(content)
 
-    monkeypatch.setattr(run_module, "export_folder", damage)
+    monkeypatch.setattr(distill_module, "export_folder", damage)
     with pytest.raises(TorporError, match="Do not ship this export"):
         run(work)
     assert json.loads((work / "new" / "run" / "verify.json").read_text())["ok"] is False
     assert not (work / "new" / "run" / "summary.json").exists()
+
+
+def test_a_run_folder_of_another_command(complete):
+    record = complete / "new" / "run" / "run.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"command": "sleepwalk"}))
+    with pytest.raises(ConfigError, match="holds a run of `torpor sleepwalk`, and this is `torpor distill`"):
+        run(complete)
+    record.write_text("[")
+    with pytest.raises(ConfigError, match=r"run\.json does not say of which command the run is"):
+        run(complete)

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from torpor.errors import ConfigError
-from torpor.training.config import DistillConfig, read_distill_config
+from torpor.training.config import DistillConfig
+from torpor.training.config_file import read_config
 
 VALID = """
 teacher: models/teacher
@@ -21,7 +22,7 @@ steps: 10
 def read(tmp_path, text, **overrides):
     (tmp_path / "run.yaml").write_text(text)
     (tmp_path / "text.txt").write_text("text")
-    return read_distill_config(tmp_path / "run.yaml", overrides)
+    return read_config(DistillConfig, tmp_path / "run.yaml", overrides)
 
 
 def refusal(tmp_path, text, **overrides):
@@ -134,6 +135,21 @@ def test_the_output_is_neither_of_the_models(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [
+        ("models/student/run", r"`output` .*models/student/run lies within `student` .*models/student\n"),
+        ("models", r"`student` .*models/student lies within `output` .*models\n"),
+        ("link/run", r"`output` .*link/run lies within `student`"),
+    ],
+)
+def test_neither_the_output_nor_a_model_lies_within_the_other(tmp_path, output, expected):
+    (tmp_path / "models" / "student").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "models" / "student")
+    with pytest.raises(ConfigError, match=expected):
+        read(tmp_path, VALID.replace("output: run", f"output: {output}"))
+
+
 @pytest.mark.parametrize("text", ["", "just words", "- a\n- b"])
 def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
     assert "not a mapping" in refusal(tmp_path, text)
@@ -141,7 +157,7 @@ def test_a_file_that_is_no_mapping_is_refused(tmp_path, text):
 
 def test_a_missing_file_and_a_glob_without_matches_are_named(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml: there is no such file"):
-        read_distill_config(tmp_path / "nowhere.yaml")
+        read_config(DistillConfig, tmp_path / "nowhere.yaml")
     assert "matches no file" in refusal(tmp_path, VALID.replace("text.txt", "'*.nothing'"))
 
 

@@ -84,6 +84,7 @@ def test_blank_documents_lines_and_missing_values_are_left_out(tmp_path):
         ("a.csv", b"x", [".csv", ".jsonl"]),
         ("a.txt", b"ok\xff", ["not UTF-8 at byte 2"]),
         ("a.jsonl", b'{"text": "x"}\n{"text": ', ["a.jsonl:2", "no JSON object"]),
+        pytest.param("a.jsonl", b"[" * 10**5, ["a.jsonl:1", "no JSON object"], id="nested too deep"),
         ("a.jsonl", b'["x"]\n', ["a.jsonl:1", "is a list"]),
         ("a.jsonl", b'{"txt": "x"}\n', ["a.jsonl:1", "no field `text`", "Did you mean `text_key: txt`?"]),
         ("a.jsonl", b'{"text": 3}\n', ["a.jsonl:1", "holds a int"]),
