@@ -271,12 +271,18 @@ def _read_weight_map(path: Path, files: set[str]) -> dict[str, str] | None:
                 f"{file} puts {name} into {shard!r}, needs the plain name of a .safetensors file beside it"
             )
         checked.add(shard)
-    if SINGLE_NAME in files and SINGLE_NAME not in weight_map.values():
+    if SINGLE_NAME in files and SINGLE_NAME not in weight_map.values() and not _is_linked(path, checked):
         raise CheckpointError(
             f"{path} has {SINGLE_NAME} and an index that does not mention it\n"
             "  Some readers take the one and some the other; remove the one that is out of date."
         )
     return weight_map
+
+
+def _is_linked(path: Path, shards: Iterable[str]) -> bool:
+    """Whether `model.safetensors` is one of the shards under its old name, which `in_place` removes last."""
+    single = path / SINGLE_NAME
+    return any((path / shard).exists() and single.samefile(path / shard) for shard in shards)
 
 
 def _inside(path: Path, name: str) -> Path:
@@ -348,17 +354,17 @@ class FolderWriter:
         self._written: dict[str, int] = {}  # tensor -> number of its shard
         self._total_bytes = 0
         self._num_shards = 0
-        self._shard: _Shard | None = None
+        self._shard: Shard | None = None
         expected = like.tensors.values() if like else ()
         room = sum(len(encode_entry(e.name, e.dtype, e.shape, 2**40, 2**40)) + 1 for e in expected)
-        self._header_room = _round_up(min(max(room, MIN_HEADER_ROOM), MAX_HEADER_ROOM))
+        self._header_room = round_up(min(max(room, MIN_HEADER_ROOM), MAX_HEADER_ROOM))
 
     def __enter__(self) -> Self:
         self._refuse_existing()
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(self.out)
+        remove_abandoned(self.out)
         self._aside.mkdir()
-        self._lock = _lock_folder(self._aside)
+        self._lock = lock_folder(self._aside)
         return self
 
     def __exit__(
@@ -481,7 +487,7 @@ class FolderWriter:
         if self._shard is None:
             self._num_shards += 1
             stream = self._shard_file(self._num_shards).open("xb")
-            self._shard = _Shard(stream, self._header_room)
+            self._shard = Shard(stream, self._header_room)
         self._shard.write(name, dtype, shape, nbytes, pieces, entry)
         self._written[name] = self._num_shards
         self._total_bytes += nbytes
@@ -516,11 +522,11 @@ class FolderWriter:
         for companion in self._companions:
             self._write_file(companion.name, self._contents.get(companion.name) or companion.read_bytes())
         self._write_file(CONFIG_NAME, self._config_bytes)
-        _fsync_folder(self._aside)
+        fsync_folder(self._aside)
         # Renaming onto an empty folder succeeds, so the name is looked at once more.
         self._refuse_existing()
         self._aside.rename(self.out)
-        _fsync_folder(self.out.parent)
+        fsync_folder(self.out.parent)
 
     def _write_file(self, name: str, data: bytes) -> None:
         with (self._aside / name).open("xb") as stream:
@@ -535,7 +541,7 @@ class FolderWriter:
             )
 
 
-class _Shard:
+class Shard:
     """A safetensors file being written: tensors first, then the header into the room left for it.
 
     Args:
@@ -583,7 +589,7 @@ class _Shard:
         entry = encode_entry(name, dtype, shape, self._nbytes, self._nbytes + nbytes)
         if not self._nbytes:
             # The first tensor gets in however long its name is, and however large it is.
-            self._room = max(self._room, _round_up(self._header_bytes_with(entry)))
+            self._room = max(self._room, round_up(self._header_bytes_with(entry)))
         start = LENGTH_BYTES + self._room + self._nbytes
         self.stream.seek(start)
         try:
@@ -665,11 +671,12 @@ def _place(file: Path, target: Path) -> Placement:
     return "hard-linked"
 
 
-def _round_up(nbytes: int) -> int:
+def round_up(nbytes: int) -> int:
+    """Return the next multiple of eight, where safetensors' data begins."""
     return -(-nbytes // 8) * 8
 
 
-def _lock_folder(path: Path) -> int | None:
+def lock_folder(path: Path) -> int | None:
     """Lock a folder until the descriptor is closed or its process dies; None where that cannot be."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -680,17 +687,18 @@ def _lock_folder(path: Path) -> int | None:
     return descriptor
 
 
-def _remove_abandoned(out: Path) -> None:
+def remove_abandoned(out: Path) -> None:
     """Remove what writers of `out` left behind when they were killed; a living writer holds a lock."""
     for path in out.parent.iterdir():
         if path.name.startswith(f".{out.name}.") and path.name.endswith(ASIDE_SUFFIX) and path.is_dir():
-            lock = _lock_folder(path)
+            lock = lock_folder(path)
             if lock is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(lock)
 
 
-def _fsync_folder(path: Path) -> None:
+def fsync_folder(path: Path) -> None:
+    """Make a folder's names durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

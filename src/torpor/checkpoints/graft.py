@@ -1,7 +1,8 @@
 """Putting the MTP layers of one folder back onto a tuned one that lost them.
 
-The tuned folder's files are taken over as they are, by reflink or hard link where that is possible; only the
-MTP tensors, the index and what has to be mended in the configuration are written.
+`graft_folder` makes a new folder and leaves both alone: the tuned folder's files are taken over as they are,
+by reflink or hard link where that is possible, and only the MTP tensors, the index and what has to be mended
+in the configuration are written. `graft_in_place` writes the same into the tuned folder.
 """
 
 import json
@@ -12,13 +13,20 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torpor.checkpoints.config_fields import text_config
-from torpor.checkpoints.families import check_heads, count_mtp_layers, family_of
+from torpor.checkpoints.config_fields import Config, text_config
+from torpor.checkpoints.families import check_heads, count_mtp_layers, family_of, find_family
 from torpor.checkpoints.family import Family, role_in_layer, split_prefix
 from torpor.checkpoints.folder import Folder, FolderWriter, Placement, open_folder
+from torpor.checkpoints.in_place import add_tensors
 from torpor.checkpoints.inspect import quantization_configs, quantization_problems
 from torpor.checkpoints.mended_config import exclude_heads, mend_config
-from torpor.checkpoints.quantization import find_quantization, has_scale, is_quantized, plain_name
+from torpor.checkpoints.quantization import (
+    find_quantization,
+    has_scale,
+    is_quantized,
+    not_excluded,
+    plain_name,
+)
 from torpor.checkpoints.verify import are_equal, find_copies
 from torpor.errors import CheckpointError
 
@@ -98,11 +106,9 @@ def graft_folder(
             or cannot be written.
         UnsupportedModelError: A family, or a way of quantising, that we do not know.
     """
-    _refuse_adapter(Path(trunk))
-    source, tuned = open_folder(heads), open_folder(trunk)
-    family = family_of(source)
-    _check_fit(source, tuned, family)
-    plan = _plan(source, tuned, family)
+    source, tuned, family, plan = _open_and_plan(heads, trunk)
+    if not plan.from_heads and not plan.from_trunk:
+        raise CheckpointError(f"{tuned.path} has all MTP tensors of {source.path} already: nothing to graft")
     total = sum(entry.nbytes for entry in plan.folder.tensors.values())
     done = 0
 
@@ -125,11 +131,78 @@ def graft_folder(
             f"{out} could not be written: {error}\n"
             "  Nothing is left of it, and neither of the two folders has been touched."
         ) from error
+    return _result(source, tuned, Path(out), family, plan, placed)
+
+
+def graft_in_place(heads: str | Path, folder: str | Path) -> GraftResult:
+    """Put the MTP layers of one folder into another, which a trainer has just written without them.
+
+    No tensor of the tuned folder is written again. A process killed on the way leaves the folder without
+    heads or with them; calling this again finishes what it began. A folder that has its heads is left alone.
+
+    Args:
+        heads: The folder that has them: what the tuning started from.
+        folder: The tuned folder; nothing else may write to it meanwhile.
+
+    Raises:
+        CheckpointError: A folder is damaged, the two do not fit, `folder` has other MTP layers or cannot be
+            written.
+        UnsupportedModelError: A family, or a way of quantising, that we do not know.
+    """
+    source, tuned, family, plan = _open_and_plan(heads, folder)
+    added = {new: (source, name) for new, name in plan.from_heads.items()}
+    added |= {new: (tuned, name) for new, name in plan.from_trunk.items()}
+    # Written only if it says something else: the trainer's own file has its own layout.
+    is_mended = dict(plan.folder.config) != dict(tuned.config)
+    config = (json.dumps(dict(plan.folder.config), indent=2) + "\n").encode() if is_mended else None
+    try:
+        add_tensors(tuned, added, config, plan.contents)
+    except OSError as error:
+        raise CheckpointError(
+            f"the MTP layers could not be written into {tuned.path}: {error}\n"
+            f"  Its own tensors are untouched; `torpor graft --heads {source.path} --trunk {tuned.path}` puts"
+            " the heads beside them in a new folder."
+        ) from error
+    return _result(source, tuned, tuned.path, family, plan, {})
+
+
+def check_heads_fit(heads: str | Path, config: Config) -> None:
+    """Refuse heads that will not fit a model, before it is trained.
+
+    Args:
+        heads: The folder that has them: what the training starts from.
+        config: The model's configuration, as config.json would say it.
+
+    Raises:
+        CheckpointError: `heads` is damaged or has no whole MTP layers, or the model differs in family or
+            sizes.
+        UnsupportedModelError: A family, or a way of quantising, that we do not know.
+    """
+    source = open_folder(heads)
+    _check_source(source, family_of(source))
+    model_family = find_family(config)
+    _check_sizes(source, model_family, config, "the model")
+    quantization = find_quantization(config)
+    if quantization is not None:
+        not_excluded(quantization, [])
+
+
+def _open_and_plan(heads: str | Path, trunk: str | Path) -> tuple[Folder, Folder, Family, "_Plan"]:
+    _refuse_adapter(Path(trunk))
+    source, tuned = open_folder(heads), open_folder(trunk)
+    family = family_of(source)
+    _check_fit(source, tuned, family)
+    return source, tuned, family, _plan(source, tuned, family)
+
+
+def _result(
+    source: Folder, tuned: Folder, out: Path, family: Family, plan: _Plan, placed: Mapping[Placement, int]
+) -> GraftResult:
     new = (*plan.from_heads, *plan.from_trunk)
     return GraftResult(
         heads=source.path,
         trunk=tuned.path,
-        out=Path(out),
+        out=out,
         family=family.name,
         mtp=tuple(plan.from_heads),
         copies=tuple(plan.from_trunk),
@@ -148,27 +221,45 @@ def _refuse_adapter(path: Path) -> None:
         )
 
 
+def _check_source(source: Folder, family: Family) -> None:
+    """Refuse a folder without whole MTP layers.
+
+    Raises:
+        CheckpointError: It has none, or not those that it declares.
+    """
+    if not family.physical_mtp_layers(source.tensors, source.config):
+        raise CheckpointError(
+            f"{source.path} has no MTP layers\n  Heads come from the folder that the tuning started from."
+        )
+    check_heads(source)
+
+
+def _check_sizes(source: Folder, tuned_family: Family, tuned: Config, what: str) -> None:
+    """Refuse a model of another family or size than the heads' own.
+
+    Raises:
+        CheckpointError: The two differ.
+    """
+    family = family_of(source)
+    if tuned_family is not family:
+        raise CheckpointError(f"{what} is a {tuned_family.name}, {source.path} a {family.name}")
+    before, after = text_config(source.config), text_config(tuned)
+    for field in SIZES:
+        if field in before and before[field] != after.get(field):
+            raise CheckpointError(
+                f"{what} has {field} {after.get(field)!r}, {source.path} has {before[field]!r}\n"
+                "  Heads fit only the trunk that they were trained with."
+            )
+
+
 def _check_fit(source: Folder, tuned: Folder, family: Family) -> None:
     """Refuse a tuned folder that the heads do not fit.
 
     Raises:
         CheckpointError: The two differ in family, sizes, or the tensors of the trunk.
     """
-    tuned_family = family_of(tuned)
-    if tuned_family is not family:
-        raise CheckpointError(f"{tuned.path} is a {tuned_family.name}, {source.path} a {family.name}")
-    if not family.physical_mtp_layers(source.tensors, source.config):
-        raise CheckpointError(
-            f"{source.path} has no MTP layers\n  --heads is the folder that the tuning started from."
-        )
-    check_heads(source)
-    before, after = text_config(source.config), text_config(tuned.config)
-    for field in SIZES:
-        if field in before and before[field] != after.get(field):
-            raise CheckpointError(
-                f"{tuned.path} has {field} {after.get(field)!r}, {source.path} has {before[field]!r}\n"
-                "  Heads fit only the trunk that they were trained with."
-            )
+    _check_source(source, family)
+    _check_sizes(source, family_of(tuned), tuned.config, str(tuned.path))
 
     def trunk_roles(folder: Folder) -> dict[str, tuple[str, str]]:
         """The language model's tensors: layer and role -> how it is named there."""
@@ -182,7 +273,7 @@ def _check_fit(source: Folder, tuned: Folder, family: Family) -> None:
 
     have, need = trunk_roles(tuned), trunk_roles(source)
     missing = [name for role, (name, _) in need.items() if role not in have]
-    if before.get("tie_word_embeddings", source.config.get("tie_word_embeddings")):
+    if text_config(source.config).get("tie_word_embeddings", source.config.get("tie_word_embeddings")):
         missing = [name for name in missing if not name.endswith("lm_head.weight")]
     if missing:
         raise CheckpointError(
@@ -249,8 +340,6 @@ def _plan(source: Folder, tuned: Folder, family: Family) -> _Plan:
             f"{tuned.path} has {len(strange)} MTP tensors that {source.path} lacks, first {min(strange)}\n"
             "  Nothing is removed: they belong to another model, or to another generation of this one."
         )
-    if not from_heads and not from_trunk:
-        raise CheckpointError(f"{tuned.path} has all MTP tensors of {source.path} already: nothing to graft")
 
     tensors = dict(tuned.tensors)
     for folder, names in ((source, from_heads), (tuned, from_trunk)):
