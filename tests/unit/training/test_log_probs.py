@@ -6,31 +6,47 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torpor.training import log_probs
-from torpor.training.log_probs import chunked_log_probs
+from torpor.megatron.hidden_states import OutputProjection
+from torpor.training import vocabulary
+from torpor.training.log_probs import log_probs_and_entropy
 
 N, H, V = 13, 6, 17
 CHUNKS = pytest.mark.parametrize("chunk_size", [1, 5, 13, 100])
 
 
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    """Tokens in a chunk; a function that says how many."""
+
+    def compute_at_once(num_tokens):
+        monkeypatch.setattr(vocabulary, "chunk_size", lambda projection: num_tokens)
+
+    compute_at_once(5)
+    return compute_at_once
+
+
 def inputs(dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(N, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(True)
+    hidden = torch.randn(N, 1, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(True)
     weight = torch.randn(V, H, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(True)
     return hidden, weight, torch.randint(0, V, (N,), generator=generator)
 
 
-def plain(hidden, weight, targets, scale):
+def chunked(hidden, weight, targets, temperature=1.0):
+    return log_probs_and_entropy(OutputProjection(hidden, weight), targets, temperature=temperature)
+
+
+def plain(hidden, weight, targets, temperature=1.0):
     """What is computed, from whole logits."""
-    logits = hidden @ weight.t()
-    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale).log_softmax(-1)
+    logits = hidden[:, 0] @ weight.t()
+    log_p = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def results(function, dtype, **arguments):
+def results(function, dtype):
     """Values and gradients, with a different incoming gradient for each."""
     hidden, weight, targets = inputs(dtype)
-    values = function(hidden, weight, targets, **arguments)
+    values = function(hidden, weight, targets, temperature=0.7)
     factors = torch.linspace(-1, 2, N).to(values[0].dtype)
     sum((value * factors.roll(i)).sum() for i, value in enumerate(values)).backward()
     return [*(value.detach() for value in values), hidden.grad, weight.grad]
@@ -40,10 +56,10 @@ def results(function, dtype, **arguments):
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)], ids=str
 )
-def test_values_and_gradients_are_those_of_log_softmax(dtype, tolerance, chunk_size):
+def test_values_and_gradients_are_those_of_log_softmax(dtype, tolerance, chunk_size, small_chunks):
     """Whatever the chunk: in FP64 to 13 digits; BF16 differs by the rounding of logits' gradients only."""
-    found = results(chunked_log_probs, dtype, logit_scale=1 / 0.7, chunk_size=chunk_size)
-    expected = results(plain, dtype, scale=1 / 0.7)
+    small_chunks(chunk_size)
+    found, expected = results(chunked, dtype), results(plain, dtype)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
@@ -55,7 +71,7 @@ def test_gradcheck(wanted):
     hidden, weight, targets = inputs()
 
     def function(hidden, weight):
-        values = chunked_log_probs(hidden, weight, targets, logit_scale=1.3, chunk_size=5)
+        values = chunked(hidden, weight, targets, temperature=0.7)
         return tuple(value for value, is_wanted in zip(values, wanted, strict=True) if is_wanted)
 
     assert torch.autograd.gradcheck(function, (hidden, weight))
@@ -64,17 +80,17 @@ def test_gradcheck(wanted):
 def test_gradcheck_notices_a_wrong_derivative(monkeypatch):
     """A backward that computes other logits than forward did is caught."""
     hidden, weight, targets = inputs()
-    correct = log_probs._logits
+    correct = vocabulary.log_softmax
 
-    def wrong_in_backward(hidden, weight, scale):
+    def wrong_in_backward(logits, group, temperature):
         is_backward = sys._getframe(1).f_code.co_name == "backward"
-        return correct(hidden, weight, scale * (1.01 if is_backward else 1))
+        return correct(logits * (1.01 if is_backward else 1), group, temperature)
 
     def function(hidden, weight):
-        return chunked_log_probs(hidden, weight, targets, chunk_size=N)
+        return chunked(hidden, weight, targets)
 
     assert torch.autograd.gradcheck(function, (hidden, weight), raise_exception=False)
-    monkeypatch.setattr(log_probs, "_logits", wrong_in_backward)
+    monkeypatch.setattr(vocabulary, "log_softmax", wrong_in_backward)
     assert not torch.autograd.gradcheck(function, (hidden, weight), raise_exception=False)
 
 
@@ -83,7 +99,7 @@ def test_what_is_frozen_gets_no_gradient(frozen):
     """An output layer outside the trained adapters, or a first stage without trainable weights."""
     hidden, weight, targets = inputs()
     (hidden, weight)[frozen].requires_grad_(False)
-    chunked_log_probs(hidden, weight, targets, chunk_size=5)[0].sum().backward()
+    chunked(hidden, weight, targets)[0].sum().backward()
     assert [hidden.grad is None, weight.grad is None] == [frozen == 0, frozen == 1]
 
 
@@ -100,17 +116,18 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_all_logits_never_exist():
+def test_all_logits_never_exist(small_chunks):
     """The largest tensor of forward and backward is a chunk's logits, and none of them is kept between."""
-    hidden = torch.randn(64, 4, requires_grad=True)
+    small_chunks(8)
+    hidden = torch.randn(64, 1, 4, requires_grad=True)
     weight, targets = torch.randn(100, 4, requires_grad=True), torch.arange(64)
     saved = []
     with LargestTensor() as largest:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
-            log_probs, entropy = chunked_log_probs(hidden, weight, targets, chunk_size=8)
+            log_probs, entropy = chunked(hidden, weight, targets)
         (log_probs + entropy).sum().backward()
     assert largest.elements == 8 * 100
-    assert sum(saved) == hidden.numel() + weight.numel() + 3 * 64
+    assert sum(saved) == hidden.numel() + weight.numel() + 2 * 64
     with LargestTensor() as largest:
-        plain(hidden, weight, targets, 1.0)
+        plain(hidden, weight, targets)
     assert largest.elements == 64 * 100
