@@ -281,7 +281,7 @@ class _Demo:
         from torpor.megatron.parallel import Layout
         from torpor.megatron.weights import write_folder
         from torpor.training.config import OptimizationConfig
-        from torpor.training.data import find_sources, load_tokenizer, prepare_windows
+        from torpor.training.data import load_tokenizer, prepare_windows
         from torpor.training.loop import (
             Intervals,
             LoopHooks,
@@ -291,6 +291,7 @@ class _Demo:
             train,
         )
         from torpor.training.progress import RunLog
+        from torpor.training.sources import find_sources
 
         steps = self.size.pretraining_steps
         settings = OptimizationConfig(

@@ -10,6 +10,7 @@ from torpor.runs.result import RunResult
 from torpor.runs.training_run import Recipe, run_training, say_tokens
 from torpor.training import data
 from torpor.training.config import DistillConfig
+from torpor.training.sources import check_not_empty, find_sources
 
 if TYPE_CHECKING:
     from torpor.dormancy import DormantMTP
@@ -36,8 +37,8 @@ def _check_inputs(config: DistillConfig) -> Recipe:
     """Check whatever can be checked without building a model; nothing is written."""
     layout = find_layout(config)
     student, teacher = (open_model(role, config, layout) for role in config.models)
-    sources = data.find_sources(config.data)
-    data.check_not_empty(sources, config.text_key)
+    sources = find_sources(config.data)
+    check_not_empty(sources, config.text_key)
     tokenizer = data.load_tokenizer(student.path)
     data.check_tokenizers(
         data.load_tokenizer(teacher.path),

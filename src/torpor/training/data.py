@@ -1,11 +1,10 @@
-"""From text on disk to this rank's micro-batches: reading, tokenizing, packing, splitting, shuffling.
+"""From documents to this rank's micro-batches: tokenizing, packing, splitting, shuffling.
 
 Every choice is a pure function of the data, the tokenizer, the seed and the step, never of the layout or of
 what ran before: a resumed run asks for step k and gets what the uninterrupted run got, and a run on four
 data-parallel ranks sees the same global batches as a run on one.
 """
 
-import difflib
 import hashlib
 import json
 import math
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from torpor.errors import ConfigError
+from torpor.training.sources import Source, read_documents
 
 if TYPE_CHECKING:
     import torch
@@ -25,207 +25,10 @@ if TYPE_CHECKING:
 
     from torpor.training.config import OptimizationConfig
 
-_SUFFIXES = (".txt", ".jsonl", ".parquet")
 # Rare scripts, digits, code, whitespace runs and an emoji: tokenizers with equal vocabularies but different
 # merges, normalizers or pre-tokenizers split at least one of these differently.
 _PROBE = 'Torpor 0123456789 naïve façade\tdef f(x):\n\n    return  x**2  # 深い眠り Ωμέγα 🦔 "quoted"'
 _DOCUMENTS_PER_CALL = 512
-
-
-@dataclass(frozen=True)
-class Source:
-    """One file or saved dataset that holds documents."""
-
-    path: Path
-    kind: str  # "txt", "jsonl", "parquet" or "dataset"
-
-
-def find_sources(paths: Iterable[Path]) -> list[Source]:
-    """List the files and saved datasets under `paths`, in a fixed order.
-
-    Args:
-        paths: text files, folders of them (searched recursively), or folders written by `save_to_disk`.
-
-    Returns:
-        At least one source, without repetitions.
-
-    Raises:
-        ConfigError: a path is missing, of an unknown kind, or a folder holds nothing readable.
-    """
-    sources: dict[Path, Source] = {}
-    for path in paths:
-        for source in _expand(path):
-            sources.setdefault(source.path, source)
-    return list(sources.values())
-
-
-def _expand(path: Path) -> list[Source]:
-    if path.is_file():
-        if path.suffix not in _SUFFIXES:
-            raise ConfigError(
-                f"`data`: {path} ends in {path.suffix or 'nothing'!r}\n"
-                f"  Known are {', '.join(_SUFFIXES)} files and datasets saved with `save_to_disk`."
-            )
-        return [Source(path, path.suffix[1:])]
-    if not path.is_dir():
-        raise ConfigError(f"`data`: {path} does not exist\n  Give the path of a file or folder of text.")
-    if _is_saved_dataset(path):
-        return [Source(path, "dataset")]
-    found = [
-        Source(file, file.suffix[1:])
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and file.suffix in _SUFFIXES
-    ]
-    if not found:
-        raise ConfigError(
-            f"`data`: the folder {path} holds no {', '.join(_SUFFIXES)} file and is no saved dataset\n"
-            "  Give a folder with text in it."
-        )
-    return found
-
-
-def _is_saved_dataset(path: Path) -> bool:
-    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
-
-
-def read_documents(source: Source, text_key: str) -> Iterator[str]:
-    """Yield the texts of one source in order; blank ones are left out.
-
-    Args:
-        source: a file or saved dataset.
-        text_key: the field (or column) of a record that holds its text.
-
-    Raises:
-        ConfigError: a record has no such field, or the file is not what its name says; with the place.
-    """
-    read: Callable[[Path, str], Iterator[str]] = {
-        "txt": _read_txt,
-        "jsonl": _read_jsonl,
-        "parquet": _read_parquet,
-        "dataset": _read_dataset,
-    }[source.kind]
-    for text in read(source.path, text_key):
-        if text.strip():
-            yield text
-
-
-def _read_txt(path: Path, text_key: str) -> Iterator[str]:
-    try:
-        yield path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"`data`: {path} is not UTF-8 at byte {error.start}\n  Convert it, or leave it out."
-        ) from None
-
-
-def _read_jsonl(path: Path, text_key: str) -> Iterator[str]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:  # the latter for brackets nested too deep
-                raise ConfigError(
-                    f"`data`: {where} is no JSON object: {error}\n  A .jsonl file has one object per line."
-                ) from None
-            yield _text_of(record, text_key, where)
-
-
-def _text_of(record: Any, text_key: str, where: str) -> str:
-    if not isinstance(record, dict):
-        raise ConfigError(
-            f"`data`: {where} is a {type(record).__name__}, not an object\n"
-            f'  Each record looks like {{"{text_key}": "..."}}.'
-        )
-    if text_key not in record:
-        raise _no_such_field(where, text_key, list(record))
-    text = record[text_key]
-    if not isinstance(text, str):
-        raise ConfigError(
-            f"`data`: {where}: `{text_key}` holds a {type(text).__name__}, not a string\n"
-            "  Name the field that holds text with `text_key`."
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ConfigError(
-            f"`data`: {where}: `{text_key}` holds {text[error.start]!r} at character {error.start}, "
-            "half of a surrogate pair and no character\n  Write the whole character, or leave the record out."
-        ) from None
-    return text
-
-
-def _no_such_field(where: str, text_key: str, names: list[str]) -> ConfigError:
-    near = difflib.get_close_matches(text_key, names, n=1)
-    hint = f"Did you mean `text_key: {near[0]}`?" if near else "Name one of these with `text_key`."
-    return ConfigError(
-        f"`data`: {where} has no field `{text_key}`; it has {', '.join(names) or 'none'}\n  {hint}"
-    )
-
-
-def _read_parquet(path: Path, text_key: str) -> Iterator[str]:
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"`data`: {path} is no Parquet file: {error}\n  Write it again.") from None
-    with file:
-        if text_key not in file.schema_arrow.names:
-            raise _no_such_field(str(path), text_key, file.schema_arrow.names)
-        for batch in file.iter_batches(columns=[text_key]):
-            yield from _texts_of_column(batch.column(0).to_pylist(), text_key, str(path))
-
-
-def _texts_of_column(values: list[Any], text_key: str, where: str) -> Iterator[str]:
-    for value in values:
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise ConfigError(
-                f"`data`: {where}: `{text_key}` holds a {type(value).__name__}, not a string\n"
-                "  Name the field that holds text with `text_key`."
-            )
-        yield value
-
-
-def _read_dataset(path: Path, text_key: str) -> Iterator[str]:
-    import datasets
-
-    datasets.disable_progress_bars()
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # the library raises whatever its reader met
-        raise ConfigError(
-            f"`data`: {path} cannot be loaded as a saved dataset: {error}\n  Save it again."
-        ) from error
-    if isinstance(loaded, datasets.DatasetDict):
-        if "train" not in loaded and len(loaded) != 1:
-            raise ConfigError(
-                f"`data`: {path} has the splits {', '.join(map(str, loaded))} and none is called train\n"
-                "  Give the folder of one split."
-            )
-        loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-    if text_key not in loaded.column_names:
-        raise _no_such_field(str(path), text_key, loaded.column_names)
-    for batch in loaded.select_columns([text_key]).iter(batch_size=_DOCUMENTS_PER_CALL):
-        yield from _texts_of_column(batch[text_key], text_key, str(path))
-
-
-def check_not_empty(sources: list[Source], text_key: str) -> None:
-    """Check that at least one document has text, reading no further than the first.
-
-    Raises:
-        ConfigError: every source is empty, or the first record met is malformed.
-    """
-    for source in sources:
-        if next(read_documents(source, text_key), None) is not None:
-            return
-    names = ", ".join(str(source.path) for source in sources[:3]) + (", ..." if len(sources) > 3 else "")
-    raise ConfigError(f"`data`: there is no text in {names}\n  Give files that hold text.")
 
 
 def load_tokenizer(folder: Path) -> "PreTrainedTokenizerBase":

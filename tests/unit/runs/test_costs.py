@@ -6,8 +6,9 @@ import tiny
 from torpor.checkpoints.folder import open_folder
 from torpor.runs.costs import ARRANGEMENTS, build_job, count_saved_bytes, measure_costs, weights_bytes
 from torpor.training.config import OptimizationConfig
-from torpor.training.data import find_sources, load_tokenizer, prepare_windows
+from torpor.training.data import load_tokenizer, prepare_windows
 from torpor.training.loop import run_step
+from torpor.training.sources import find_sources
 
 pytestmark = pytest.mark.usefixtures("megatron_rank")
 

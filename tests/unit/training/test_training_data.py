@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from torpor.errors import ConfigError
-from torpor.training import data
+from torpor.training import data, sources
 from torpor.training.config import OptimizationConfig
 
 TEXTS = ["one two", "drei", "vier fünf"]
@@ -35,12 +35,12 @@ def settings(**values):
 
 
 def read_all(paths, text_key="text"):
-    sources = data.find_sources(paths)
-    return [text for source in sources for text in data.read_documents(source, text_key)]
+    found = sources.find_sources(paths)
+    return [text for source in found for text in sources.read_documents(source, text_key)]
 
 
 def check_and_read(path):
-    data.check_not_empty(data.find_sources([path]), "text")
+    sources.check_not_empty(sources.find_sources([path]), "text")
     return read_all([path])
 
 
@@ -108,9 +108,9 @@ def test_a_bad_file_is_named_with_the_place(tmp_path, name, content, expected):
 
 def test_bad_places_are_named(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
-        data.find_sources([tmp_path / "nowhere"])
+        sources.find_sources([tmp_path / "nowhere"])
     with pytest.raises(ConfigError, match=r"holds no \.txt"):
-        data.find_sources([tmp_path])
+        sources.find_sources([tmp_path])
     datasets.DatasetDict(
         {name: datasets.Dataset.from_dict({"text": ["x"]}) for name in ("a", "b")}
     ).save_to_disk(str(tmp_path / "splits"))
@@ -291,7 +291,7 @@ def test_tokens_are_cached_until_data_or_tokenizer_change(tmp_path, monkeypatch)
 
     def prepare(tokenizer):
         return data.prepare_windows(
-            data.find_sources([source]),
+            sources.find_sources([source]),
             "text",
             tokenizer,
             vocab_size=320,
