@@ -41,6 +41,7 @@ from typing import Any
 import torch
 
 from torpor.dormancy.capture import refuse_counting_captures
+from torpor.dormancy.distillation_pairs import refuse_mtp_captures
 from torpor.errors import MTPExecutedError, TorporError, UnsupportedModelError
 
 _LOCK = threading.Lock()
@@ -90,13 +91,16 @@ class DormantLanguageModelCall:
 
         Raises:
             TorporError: if another thread is in a forward of this model that began in the other state.
-            UnsupportedModelError: if something on the output layer counts MTP's calls of it.
+            UnsupportedModelError: if something on the output layer counts MTP's calls of it, or captures the
+                output of an MTP module for distillation.
         """
         call = type(self.model)._call_impl
         if not self.switch.is_asleep():
             with self._forward_awake():
                 return call(self.model, *args, **kwargs)
         refuse_counting_captures(self.model, self.name)
+        if "mtp" in self.model._modules:
+            refuse_mtp_captures(self.model._modules["mtp"], f"{self.name}.mtp" if self.name else "mtp")
         if _takes_compute_mtp_loss(self.model.forward):
             kwargs["compute_mtp_loss"] = self.has_embedding_copy()
         with self._forward_asleep():

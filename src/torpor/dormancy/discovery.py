@@ -9,6 +9,7 @@ import torch
 
 from torpor.dormancy.capture import refuse_counting_captures
 from torpor.dormancy.contradictions import NEXT_STEP, refuse_contradictions
+from torpor.dormancy.distillation_pairs import refuse_mtp_pairs
 from torpor.dormancy.pipeline_stages import refuse_stages
 from torpor.errors import UnsupportedModelError
 
@@ -60,12 +61,13 @@ def find_sites(chunks: Sequence[torch.nn.Module]) -> list[LanguageModelSite]:
 
     Raises:
         UnsupportedModelError: if MTP sits in something else than a GPTModel or HybridModel, if the model
-            is already wrapped or asleep, if nothing in it declares MTP layers, or if it declares layers
-            that it does not have.
+            is already wrapped or asleep, if the output of an MTP module is to be distilled, if nothing in it
+            declares MTP layers, or if it declares layers that it does not have.
     """
     sites: list[LanguageModelSite] = []
     for name, chunk in name_chunks(chunks):
         _refuse_wrapped(chunk)
+        refuse_mtp_pairs(chunk)
         sites.extend(_sites_in(chunk, name))
     if not sites:
         kinds = ", ".join(sorted({type(chunk).__name__ for chunk in chunks}))
