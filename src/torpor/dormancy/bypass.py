@@ -99,8 +99,9 @@ class DormantLanguageModelCall:
             with self._forward_awake():
                 return call(self.model, *args, **kwargs)
         refuse_counting_captures(self.model, self.name)
-        if "mtp" in self.model._modules:
-            refuse_mtp_captures(self.model._modules["mtp"], f"{self.name}.mtp" if self.name else "mtp")
+        mtp = self.model._modules.get("mtp")
+        if mtp is not None:
+            refuse_mtp_captures(mtp, f"{self.name}.mtp" if self.name else "mtp")
         if _takes_compute_mtp_loss(self.model.forward):
             kwargs["compute_mtp_loss"] = self.has_embedding_copy()
         with self._forward_asleep():

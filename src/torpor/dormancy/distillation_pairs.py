@@ -45,11 +45,12 @@ def refuse_mtp_pairs(chunk: torch.nn.Module) -> None:
         UnsupportedModelError: naming the pair and a trunk layer to use instead; on every rank where
             Model-Optimizer's `adjust_distillation_model_for_mcore` was called, else on the last stage.
     """
-    for module in chunk.modules():
-        if _is_distillation_model(module):
+    model: Any
+    for model in chunk.modules():
+        if _is_distillation_model(model):
             problem = describe_mtp_pair(
-                [*_configured_pairs(module), *_resolved_pairs(module)],
-                (module.config.num_layers, module.teacher_model.config.num_layers),
+                [*_configured_pairs(model), *_resolved_pairs(model)],
+                (model.config.num_layers, model.teacher_model.config.num_layers),
             )
             if problem is not None:
                 raise UnsupportedModelError(problem)
