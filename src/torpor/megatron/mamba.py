@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from torpor.errors import ConfigError, UnsupportedModelError
 from torpor.megatron.host import CPU, current_device
+from torpor.megatron.packing import sample_bounds
 
 
 def scan_chunks(
@@ -171,8 +172,8 @@ class GatedGroupNorm(nn.Module):
 class TorchMambaMixer(MegatronModule):
     """Megatron's Mamba-2 mixer (ssm/mamba_mixer.py) without its kernels: same parameters, same checkpoints.
 
-    Trains, under tensor and sequence parallelism. Packed sequences, context parallelism and cached inference
-    are refused.
+    Trains, under tensor and sequence parallelism. Each sample of a packed row starts from an empty state.
+    Context parallelism and cached inference are refused.
     """
 
     def __init__(
@@ -309,20 +310,15 @@ class TorchMambaMixer(MegatronModule):
             hidden_states: [S, B, hidden], or [S / tensor parallel size, B, hidden] with sequence parallelism.
             inference_context: Refused unless None.
             inference_params: Refused unless None.
-            packed_seq_params: Refused unless None.
+            packed_seq_params: Which samples the row is made of, see `torpor.megatron.packing`; B is 1 then.
 
         Returns:
             A tensor of the shape of the input, and the bias of the output projection (None).
 
         Raises:
-            UnsupportedModelError: Packed sequences, or inference with a cache.
+            UnsupportedModelError: Inference with a cache.
+            ConfigError: The samples do not make up the row.
         """
-        if packed_seq_params is not None:
-            raise UnsupportedModelError(
-                f"Mamba layer {self.layer_number}: packed sequences were passed; the plain PyTorch mixer "
-                "would carry the state of one sequence into the next\n"
-                "  Pass one sequence a row, or install mamba-ssm on a CUDA machine."
-            )
         if inference_context is not None or inference_params is not None:
             raise UnsupportedModelError(
                 f"Mamba layer {self.layer_number}: an inference cache was passed; the PyTorch mixer "
@@ -330,8 +326,17 @@ class TorchMambaMixer(MegatronModule):
                 "  Run the whole sequence in one forward, or install mamba-ssm on a CUDA machine."
             )
         projected_SBE, _ = self.in_proj(hidden_states)
-        projected_BSE = projected_SBE.transpose(0, 1)
-        z_BSI, conv_BSE, dt_BSH = projected_BSE.split(
+        if packed_seq_params is None:
+            y_SBI = self._mix(projected_SBE)
+        else:
+            # One after the other: neither the state nor the convolution reaches from one into the next.
+            bounds = sample_bounds(packed_seq_params, projected_SBE.size(0))
+            y_SBI = torch.cat([self._mix(projected_SBE[begin:end]) for begin, end in bounds])
+        return self.out_proj(y_SBI.to(hidden_states.dtype).contiguous())
+
+    def _mix(self, projected_SBE: Tensor) -> Tensor:
+        """Return the gated and normed output [S, B, inner] of one sequence, FP32 or wider."""
+        z_BSI, conv_BSE, dt_BSH = projected_SBE.transpose(0, 1).split(
             [self.inner, sum(self.conv_parts.values()), self.num_heads], dim=-1
         )
         x_BSI, B_BSE, C_BSE = self._convolve(conv_BSE).split(list(self.conv_parts.values()), dim=-1)
@@ -344,8 +349,7 @@ class TorchMambaMixer(MegatronModule):
             self.D,
             self.chunk_size,
         )
-        y_BSI = self.norm(y_BSHP.flatten(2), z_BSI).to(hidden_states.dtype)
-        return self.out_proj(y_BSI.transpose(0, 1).contiguous())
+        return self.norm(y_BSHP.flatten(2), z_BSI).transpose(0, 1)
 
     def _convolve(self, x_BSE: Tensor) -> Tensor:
         """Return silu of each channel's causal convolution: a position sees itself and those before it."""

@@ -22,7 +22,7 @@ from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnBackend, AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
@@ -41,6 +41,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from torpor.errors import UnsupportedModelError
 from torpor.megatron import capabilities
+from torpor.megatron.attention import TorchDotProductAttention
 from torpor.megatron.mamba import TorchMambaMixer
 from torpor.megatron.norm import LocalNorm
 
@@ -50,7 +51,19 @@ _MIXER_NORM = {"norm.": "mixer.in_proj.layer_norm_"}
 
 
 class LocalBackend(LocalSpecProvider):
-    """Megatron's local modules, with a norm that serves sequence parallelism."""
+    """Megatron's local modules, with a norm that serves sequence parallelism and PyTorch's attention kernels.
+
+    Where the configuration's `attention_backend` is "local", the core attention is Megatron's own.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        self.config = config
+
+    def core_attention(self) -> type:
+        """Return the core attention of attention layers."""
+        if self.config.attention_backend is AttnBackend.local:
+            return super().core_attention()
+        return TorchDotProductAttention
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> type:
         """Return the norm; which kind it is, the configuration says."""
@@ -87,7 +100,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
 
         return spec if capabilities.has_mamba_ssm() else _with_torch_mixer(spec)
 
-    backend = LocalBackend()
+    backend = LocalBackend(config)
     column, row = backend.column_parallel_linear(), backend.row_parallel_linear()
     return ModuleSpec(
         module=LocalHybridStack,
@@ -179,7 +192,7 @@ def gpt_mtp_block_spec(
         spec = gpt_layer_spec(config, vp_stage)
         return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage)
     return get_gpt_mtp_block_spec_for_backend(
-        config, _local_gpt_layers(config)[-1], LocalBackend(), vp_stage=vp_stage
+        config, _local_gpt_layers(config)[-1], LocalBackend(config), vp_stage=vp_stage
     )
 
 
@@ -206,7 +219,7 @@ def _attention_spec(config: TransformerConfig, backend: LocalBackend) -> ModuleS
 
 def _local_gpt_layers(config: TransformerConfig) -> list[ModuleSpec]:
     """Return the spec of every decoder layer of the whole model, from local modules."""
-    backend = LocalBackend()
+    backend = LocalBackend(config)
 
     def layer(is_moe: bool) -> ModuleSpec:
         num_experts = config.num_moe_experts if is_moe else None

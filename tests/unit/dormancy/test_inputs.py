@@ -4,11 +4,23 @@ import pytest
 import torch
 
 from parity import FULL_RECOMPUTE, assert_parity, run
-from tiny_models import GPT, HYBRID, HYBRID_MOE, SEQUENCE, Kind, batch, build, build_pair, same_bytes
+from tiny_models import (
+    GPT,
+    HYBRID,
+    HYBRID_MAMBA_MTP,
+    HYBRID_MOE,
+    SEQUENCE,
+    Kind,
+    batch,
+    build,
+    build_pair,
+    same_bytes,
+)
 from torpor import freeze_mtp
 
-# Megatron's local attention and our Mamba-2 take no packed sequences: layers without either stand in.
 MLP_ONLY = Kind("mlp-only", pattern="--", mtp_pattern="-")
+# The sums of a longer row may be taken in another order.
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 EXPERTS = Kind("experts", pattern="-E", mtp_pattern="E", moe=True)
 
 
@@ -16,7 +28,7 @@ def packed():
     """Return a batch of one row that holds two sequences, in the THD format."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
-    inputs = batch(size=1)
+    inputs = batch(size=1) | {"attention_mask": None}
     device = inputs["input_ids"].device
     starts = torch.tensor([0, 7, SEQUENCE], dtype=torch.int32, device=device)
     longest = SEQUENCE - 7
@@ -33,7 +45,7 @@ def packed():
 
 @pytest.mark.parametrize("recompute", [{}, FULL_RECOMPUTE], ids=["no-recompute", "full-recompute"])
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no-labels"])
-@pytest.mark.parametrize("kind", [MLP_ONLY, EXPERTS], ids=str)
+@pytest.mark.parametrize("kind", [GPT, HYBRID_MOE, HYBRID_MAMBA_MTP, MLP_ONLY, EXPERTS], ids=str)
 def test_packed_sequences(kind, labels, recompute):
     """THD packing, with and without labels and recompute."""
     inputs = packed() | ({} if labels else {"labels": None})
@@ -41,11 +53,32 @@ def test_packed_sequences(kind, labels, recompute):
 
 
 @pytest.mark.parametrize("kind", [GPT, HYBRID], ids=str)
-def test_where_layers_refuse_packed_sequences_dormancy_lets_them(kind):
-    """Local attention refuses packing, with a message of its own; after it the model is as before."""
+def test_packed_samples_are_separate_sequences(kind):
+    """Their logits are those of a row each, asleep; what is in one changes no bit of the next."""
     model = build(kind)
+    freeze_mtp(model)
+    inputs = packed() | {"labels": None}
+    together = model(**inputs)
+    for begin, end in ((0, 7), (7, SEQUENCE)):
+        alone = {name: inputs[name][:, begin:end] for name in ("input_ids", "position_ids")}
+        torch.testing.assert_close(together[:, begin:end], model(**alone, attention_mask=None), **CLOSE)
+    changed = inputs["input_ids"].clone()
+    changed[0, 6] = (changed[0, 6] + 1) % 64
+    after = model(**inputs | {"input_ids": changed})
+    assert not same_bytes(after[:, 6], together[:, 6])
+    assert same_bytes(after[:, 7:], together[:, 7:])
+
+
+def test_where_layers_refuse_an_input_dormancy_lets_them(monkeypatch):
+    """Megatron's own local attention takes no packed sequences and says so; the model is as before."""
+    from megatron.core.transformer.enums import AttnBackend
+
+    # Megatron writes the backend into the environment, and refuses another in the same process.
+    for kernels in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.setenv(f"NVTE_{kernels}_ATTN", "0")
+    model = build(GPT, attention_backend=AttnBackend.local)
     handle = freeze_mtp(model)
-    with pytest.raises((AssertionError, ValueError), match=r"[Pp]acked sequence"):
+    with pytest.raises(AssertionError, match="Packed sequence"):
         run(model, **packed())
     assert model.config.mtp_num_layers == 1
     run(model)

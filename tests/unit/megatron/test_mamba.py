@@ -177,10 +177,35 @@ class TestMixer:
         assert decays.max() <= 16.1
         assert torch.equal(mixer.D, torch.ones(64, device=current_device()))
 
-    def test_refuses_packed_sequences(self) -> None:
-        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=torch.tensor([0, 3, 8]))
-        with pytest.raises(UnsupportedModelError, match="Mamba layer 3: packed sequences"):
-            build_mixer()(torch.randn(8, 1, 16, device=current_device()), packed_seq_params=packed)
+    def test_packed_samples_start_from_an_empty_state(self) -> None:
+        """Values and gradients of the samples, one of a single token, as of separate sequences."""
+        mixer, lengths = build_mixer().double(), (6, 1, 9)
+        ends = torch.tensor([0, 6, 7, 16], dtype=torch.int32)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        hidden = torch.randn(16, 1, 16, dtype=torch.float64, device=current_device())
+        weight = torch.randn_like(hidden)
+
+        def run(mix) -> list[Tensor]:
+            output = mix(hidden)
+            return [output, *torch.autograd.grad((output * weight).sum(), list(mixer.parameters()))]
+
+        together = run(lambda x: mixer(x, packed_seq_params=packed)[0])
+        apart = run(lambda x: torch.cat([mixer(sample)[0] for sample in x.split(lengths)]))
+        # Step sizes and decays are FP32 in both, whatever the dtype of the model.
+        torch.testing.assert_close(together, apart, rtol=1e-6, atol=1e-9)
+        as_one = run(lambda x: mixer(x)[0])
+        assert not torch.allclose(as_one[0][6:], apart[0][6:], rtol=1e-3, atol=1e-3)
+
+    def test_packed_samples_do_not_reach_one_another(self) -> None:
+        """Not a bit changes in a sample when another does, though the last tokens of that one are near."""
+        mixer, ends = build_mixer(), torch.tensor([0, 5, 11], dtype=torch.int32)
+        packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+        hidden = torch.randn(11, 1, 16, device=current_device())
+        changed = hidden.clone()
+        changed[4] += 1
+        for params, reaches in ((packed, False), (None, True)):
+            before, after = (mixer(x, packed_seq_params=params)[0] for x in (hidden, changed))
+            assert torch.equal(before[5:], after[5:]) is not reaches
 
     def test_refuses_an_inference_cache(self) -> None:
         with pytest.raises(UnsupportedModelError, match="Mamba layer 3: an inference cache"):
