@@ -1,50 +1,22 @@
-"""Where HybridModel's forward takes `compute_mtp_loss`, as it does after 0.19, dormancy gives it as False.
-
-No released wheel has the argument yet. The subclass below keeps its contract: False skips MTP layers and
-their loss outside inference and nothing else; what speculative decoding saves does not depend on it.
-"""
-
-from types import SimpleNamespace
+"""Where HybridModel's forward takes `compute_mtp_loss`, as it does after 0.19, dormancy gives it as False."""
 
 import pytest
 import torch
 
+from native_argument import hybrid_model_with_argument
 from parity import assert_same, run
-from tiny_models import HYBRID, HYBRID_MOE, HYBRID_TIED, Kind, batch, build, build_pair, differing, same_bytes
+from tiny_models import HYBRID, HYBRID_MOE, HYBRID_TIED, build, build_pair, differing, same_bytes
 from torpor import freeze_mtp
-
-ATTENTION_FREE = Kind("hybrid-attention-free", pattern="--", mtp_pattern="-")
 
 
 @pytest.fixture
 def native(monkeypatch):
     """Make tiny models HybridModels with the argument; `class.given` lists what forward was given."""
-    from megatron.core.inference.utils import InferenceMode
     from megatron.core.models.hybrid import hybrid_model
 
-    class NativeHybridModel(hybrid_model.HybridModel):
-        given: list[bool] = []  # noqa: RUF012
-
-        def forward(self, *args, compute_mtp_loss: bool = True, **kwargs):
-            self.given.append(compute_mtp_loss)
-            if compute_mtp_loss or InferenceMode.is_active():
-                return super().forward(*args, **kwargs)
-            has_mtp, self.mtp_process = self.mtp_process, False
-            try:
-                return super().forward(*args, **kwargs)
-            finally:
-                self.mtp_process = has_mtp
-
-        def shared_embedding_or_output_weight(self):
-            # Which weight a tied stage projects with is no matter of the argument.
-            skips, self.mtp_process = self.mtp_process, hasattr(self, "mtp")
-            try:
-                return super().shared_embedding_or_output_weight()
-            finally:
-                self.mtp_process = skips
-
-    monkeypatch.setattr(hybrid_model, "HybridModel", NativeHybridModel)
-    return NativeHybridModel
+    model_class = hybrid_model_with_argument()
+    monkeypatch.setattr(hybrid_model, "HybridModel", model_class)
+    return model_class
 
 
 @pytest.mark.parametrize("inputs", [{}, {"compute_mtp_loss": True}, {"compute_mtp_loss": False}], ids=str)
@@ -122,34 +94,3 @@ def test_an_unread_duplicate_gets_zeros_on_both_paths(native, argument, monkeypa
     duplicate = grads.pop("embedding.word_embeddings.weight")
     assert torch.equal(duplicate, torch.zeros_like(dormant.embedding.word_embeddings.weight))
     assert differing(grads, expected_grads) == []
-
-
-@pytest.mark.parametrize("compute_mtp_loss", [True, False])
-def test_speculative_decoding_saves_its_state_whatever_the_argument(native, compute_mtp_loss):
-    """In inference the hidden states that the heads draft from are kept, asleep or not."""
-    from megatron.core.inference.utils import InferenceMode
-
-    model, _ = build_pair(ATTENTION_FREE)
-    model.eval()
-    context = SimpleNamespace(
-        is_dynamic_batching=lambda: True,
-        is_static_batching=lambda: False,
-        num_speculative_tokens=1,
-        mtp_decoder_hidden_states=None,
-        config=SimpleNamespace(materialize_only_last_token_logits=False),
-    )
-
-    def infer():
-        context.mtp_decoder_hidden_states = None
-        inputs = batch() | {"labels": None, "inference_context": context, "runtime_gather_output": True}
-        with InferenceMode.active(), torch.no_grad():
-            logits = model(**inputs, compute_mtp_loss=compute_mtp_loss)
-        return logits, context.mtp_decoder_hidden_states
-
-    before = infer()
-    handle = freeze_mtp(model)
-    after = infer()
-    assert before[1] is not None
-    assert all(same_bytes(a, b) for a, b in zip(before, after, strict=True))
-    assert native.given == [compute_mtp_loss] * 2
-    handle.check()
