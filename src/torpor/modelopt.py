@@ -1,7 +1,10 @@
-"""For training scripts that distil with Model-Optimizer's Megatron plugin and let the MTP layers sleep."""
+"""For training scripts that distil or quantise with Model-Optimizer and let the MTP layers sleep."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import torch
 
 from torpor.errors import ConfigError
 
@@ -51,3 +54,33 @@ def setup_distillation_config(
         if problem is not None:
             raise ConfigError(problem)
     return megatron.setup_distillation_config(config_or_path, student_cfg, teacher_cfg)
+
+
+def should_freeze_mtp(model: torch.nn.Module | Sequence[torch.nn.Module]) -> bool:
+    """Say whether the MTP layers of a model that is trained to recover from quantisation should sleep.
+
+    Layers that were left out of quantisation have lost nothing: they should sleep, as in a model that is not
+    quantised at all. Quantised ones should stay awake, for training to recover their quantisation error too.
+    Every rank calls it once Model-Optimizer has quantised the model, before `freeze_mtp`, and gets the same
+    answer.
+
+    Args:
+        model: The model or the list of its chunks; the teacher of a DistillationModel is not looked at.
+
+    Returns:
+        Whether no enabled quantiser is in an MTP layer, on any rank.
+    """
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    chunks = [model] if isinstance(model, torch.nn.Module) else model
+    is_quantized = any(
+        isinstance(module, TensorQuantizer) and module.is_enabled
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if "mtp" in name.split(".") and "_teacher_model" not in name.split(".")
+    )
+    everyone = [is_quantized]
+    if torch.distributed.is_initialized():
+        everyone *= torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, is_quantized)
+    return not any(everyone)

@@ -320,7 +320,7 @@ class FolderWriter:
         like: The folder whose configuration and companions the new one gets; None for a folder of its own.
         config: What config.json shall say; `like`'s bytes, verbatim, where None.
         companions: Other files to copy into it, such as the tokenizer's; `like`'s where None.
-        contents: What companions of these names shall hold instead.
+        contents: What companions of these names shall hold instead; files of other names are added.
         max_shard_bytes: Size at which another shard is begun.
 
     Raises:
@@ -521,6 +521,8 @@ class FolderWriter:
             self._write_file(INDEX_NAME, (json.dumps(index, indent=2) + "\n").encode())
         for companion in self._companions:
             self._write_file(companion.name, self._contents.get(companion.name) or companion.read_bytes())
+        for name in self._contents.keys() - {companion.name for companion in self._companions}:
+            self._write_file(name, self._contents[name])
         self._write_file(CONFIG_NAME, self._config_bytes)
         fsync_folder(self._aside)
         # Renaming onto an empty folder succeeds, so the name is looked at once more.

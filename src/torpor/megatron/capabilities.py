@@ -29,3 +29,12 @@ def has_mamba_ssm() -> bool:
     from megatron.core.ssm.mamba_mixer import HAVE_EINOPS, HAVE_MAMBA_SSM
 
     return bool(HAVE_MAMBA_SSM and HAVE_EINOPS)
+
+
+def has_block_quantization() -> bool:
+    """Say whether Model-Optimizer can fake-quantise block by block here, as NVFP4 does: on CUDA only.
+
+    Source:
+        modelopt/torch/quantization/tensor_quant.py, `_dynamic_block_quantize_impl`.
+    """
+    return not is_cpu_host()

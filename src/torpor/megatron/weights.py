@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,6 +14,7 @@ from torpor.checkpoints.families import find_family
 from torpor.checkpoints.folder import Folder, FolderWriter
 from torpor.checkpoints.name_map import StackExperts
 from torpor.errors import CheckpointError, ConfigError, MTPChangedError
+from torpor.megatron.quantization import QuantizedExport
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -63,11 +64,14 @@ def export_folder(
     out: Path,
     *,
     mtp: Literal["source", "live"] = "source",
+    quantize: str | None = None,
+    is_trained: Callable[[str], bool] | None = None,
 ) -> None:
     """Write a distributed checkpoint as a Hugging Face folder with its source's names, dtypes and shapes.
 
     Tensors are read in global space one map entry at a time, so memory is bounded by the largest of them and
-    no process group is needed. `config.json` and the tokenizer are the source's, byte for byte.
+    no process group is needed. `config.json` and the tokenizer are the source's, byte for byte; of a
+    quantised checkpoint, `config.json` also says how, and so does `hf_quant_config.json`.
 
     Args:
         checkpoint: Folder of one `torch_dist` checkpoint.
@@ -76,10 +80,15 @@ def export_folder(
         mtp: "source" for runs whose MTP layers slept: the checkpoint's MTP tensors must equal the source's,
             and the source's bytes are written; a checkpoint of a model built without MTP gets them too.
             "live" for runs that trained them: the checkpoint's are written.
+        quantize: The format of weights that have quantisers in the checkpoint, "fp8" or "nvfp4"; they are
+            written in it, with their scales. None for a checkpoint without quantisers.
+        is_trained: Says by name which Megatron tensors of the trunk were trained; of the others the source's
+            bytes are written. None if all were.
 
     Raises:
         MTPChangedError: `mtp="source"` and an MTP tensor of the checkpoint differs from the source's.
-        CheckpointError: A tensor is missing in the checkpoint or has the wrong shape, or `out` exists.
+        CheckpointError: A tensor is missing in the checkpoint or has the wrong shape, `out` exists, or
+            whether weights have quantisers is not what `quantize` says.
     """
     family = find_family(source.config)
     name_map = family.name_map(source.config)
@@ -94,18 +103,42 @@ def export_folder(
             f"{checkpoint} holds no MTP tensor to export; pass mtp='source' to keep the source's"
         )
 
-    with FolderWriter(out, like=source) as writer:
+    is_copied = {entry.hf_names: mtp == "source" and _is_mtp(entry, mtp_names) for entry in name_map.entries}
+    quantized = _find_quantized(live, quantize, [e for e in name_map.entries if not is_copied[e.hf_names]])
+    config, contents = (None, None) if quantized is None else quantized.describe(source)
+    with FolderWriter(out, like=source, config=config, contents=contents) as writer:
         for entry in name_map.entries:
-            if _is_mtp(entry, mtp_names) and mtp == "source":
-                if has_mtp:
+            if is_copied[entry.hf_names] or (is_trained and not any(map(is_trained, entry.megatron_names))):
+                if has_mtp and _is_mtp(entry, mtp_names):
                     _check_mtp_unchanged(entry, live.read(entry), source)
                 for name in entry.hf_names:
                     writer.copy(source, name)
                 continue
-            for name, tensor in zip(entry.hf_names, entry.op.unpack(live.read(entry)), strict=True):
-                expected = source.tensors[name]
-                _check_shape(name, expected.shape, tensor.shape, f"{checkpoint}, exported as")
-                writer.add_tensor(name, tensor, dtype=expected.dtype)
+            tensors = entry.op.unpack(live.read(entry))
+            for name, tensor in zip(entry.hf_names, tensors, strict=True):
+                expected = source.tensors[name].shape
+                _check_shape(name, expected, tensor.shape, f"{checkpoint}, exported as")
+            scales = quantized.scale_names(entry) if quantized is not None else None
+            if quantized is not None and scales is not None:
+                for name, tensor in quantized.pack(entry, tensors, *live.load(scales)):
+                    writer.add_tensor(name, tensor)
+                continue
+            for name, tensor in zip(entry.hf_names, tensors, strict=True):
+                writer.add_tensor(name, tensor, dtype=source.tensors[name].dtype)
+
+
+def _find_quantized(
+    live: _GlobalTensors, quantize: str | None, entries: Sequence[Entry]
+) -> QuantizedExport | None:
+    if quantize is not None:
+        return QuantizedExport(quantize, entries, live.names)
+    scales = sorted(name for name in live.names if name.endswith("_quantizer._amax"))
+    if scales:
+        raise CheckpointError(
+            f"{live.path} is of a quantised model: it holds {scales[0]} and {len(scales) - 1} more\n"
+            "  Say in which format to export it: `quantize`."
+        )
+    return None
 
 
 def write_folder(
@@ -299,15 +332,19 @@ class _GlobalTensors:
         self.names = set(self._stored)
 
     def read(self, entry: Entry) -> list[torch.Tensor]:
-        from torch.distributed import checkpoint
-        from torch.distributed.checkpoint.api import CheckpointException
-
         missing = [name for name in entry.megatron_names if name not in self.names]
         if missing:
             raise CheckpointError(f"{self.path} lacks {missing[0]}, needed for {entry.hf_names[0]}")
+        return self.load(entry.megatron_names)
+
+    def load(self, names: Sequence[str]) -> list[torch.Tensor]:
+        """Read tensors that are there."""
+        from torch.distributed import checkpoint
+        from torch.distributed.checkpoint.api import CheckpointException
+
         tensors = {
             name: torch.empty(self._stored[name].size, dtype=self._stored[name].properties.dtype)
-            for name in entry.megatron_names
+            for name in names
         }
         try:
             checkpoint.load(tensors, storage_reader=self._reader, no_dist=True)

@@ -1,0 +1,212 @@
+"""Fake quantisation: what is quantised, that its state is kept, and that the export is what was trained."""
+
+import json
+
+import pytest
+import torch
+
+import tiny
+from tiny_models import same_bytes
+from torpor import freeze_mtp
+from torpor.checkpoints.folder import open_folder
+from torpor.checkpoints.inspect import inspect_folder
+from torpor.checkpoints.verify import verify_folders
+from torpor.errors import CheckpointError, ConfigError, MTPChangedError
+from torpor.megatron import checkpointing, quantization
+from torpor.megatron.models import build_model
+from torpor.megatron.parallel import Layout
+from torpor.megatron.weights import export_folder, load_weights
+from torpor.modelopt import should_freeze_mtp
+
+WRITERS = {"mimo": tiny.write_mimo, "nemotron_h": tiny.write_nemotron_h}
+OPTIONS = {"mimo": {}, "nemotron_h": {"pattern": "M*-M", "mtp_pattern": "*-"}}
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def source(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("source") / request.param
+    WRITERS[request.param](path, dtype=torch.bfloat16, **OPTIONS[request.param])
+    return open_folder(path)
+
+
+def build(source, dtype=torch.bfloat16):
+    chunks = build_model(source.config, Layout(), dtype)
+    load_weights(chunks, source)
+    return chunks[0]
+
+
+def forward(model, seed=0):
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(seed))
+    return model(ids, torch.arange(16).expand(2, -1), None)
+
+
+def quantize(model, name="fp8", *, with_mtp=False, seed=0):
+    """Quantise; in NVFP4 without any forward, which needs CUDA: the scales are made up."""
+    calibrate = (lambda: forward(model, seed)) if name == "fp8" else (lambda: None)
+    quantization.fake_quantize(model, name, with_mtp=with_mtp, calibrate=calibrate)
+    if name == "nvfp4":
+        for module in quantizers(model).values():
+            module.amax = torch.tensor(0.5, dtype=torch.bfloat16)
+    return model
+
+
+def quantizers(model):
+    from modelopt.torch.quantization.nn import TensorQuantizer
+
+    modules = model.named_modules()
+    return {name: m for name, m in modules if isinstance(m, TensorQuantizer) and m.is_enabled}
+
+
+def scales(model):
+    return {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_amax")}
+
+
+def save(model, folder):
+    return checkpointing.save_checkpoint(folder / "checkpoints", 1, [model])
+
+
+@pytest.mark.usefixtures("megatron_rank")
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_the_export_is_the_quantised_trunk_beside_untouched_heads(source, tmp_path, name):
+    model = quantize(build(source), name)
+    handle = freeze_mtp(model)
+    checkpoint = save(model, tmp_path)
+    export_folder(checkpoint, source, tmp_path / "export", quantize=name)
+    assert handle.check().num_tensors > 0
+
+    result = verify_folders(source.path, tmp_path / "export")
+    assert result.ok
+    assert result.mtp
+    assert result.config_changed == ("quantization_config",)
+    report = inspect_folder(tmp_path / "export")
+    assert report.ok
+    export = open_folder(tmp_path / "export")
+    dtype = {"fp8": "F8_E4M3", "nvfp4": "U8"}[name]
+    packed = sorted(name for name, entry in export.tensors.items() if entry.dtype == dtype)
+    # Every quantiser of a weight has its layer in the export, under one name or, fused, under several.
+    assert len(packed) >= sum(name.endswith("weight_quantizer") for name in quantizers(model)) > 0
+    parts = ("weight_scale", "input_scale", *(["weight_scale_2"] if name == "nvfp4" else []))
+    for weight in packed:
+        for part in parts:
+            assert f"{weight.removesuffix('weight')}{part}" in export.tensors
+    written = json.loads((tmp_path / "export" / "hf_quant_config.json").read_bytes())["quantization"]
+    in_config = export.config["quantization_config"]
+    assert in_config["quant_method"] == "modelopt"
+    assert in_config["quant_algo"] == written["quant_algo"] == name.upper()
+    assert in_config["ignore"] == written["exclude_modules"]
+    assert any("mtp" in pattern for pattern in written["exclude_modules"])
+    assert "lm_head" in written["exclude_modules"]
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_exported_weights_are_those_that_were_trained_with(source, tmp_path):
+    """A weight read as a server reads it equals what the quantiser gave the layer in training."""
+    # In BF16 the fake quantiser rounds twice, and some values come out one FP8 step beside the real ones.
+    model = quantize(build(source, torch.float32))
+    export_folder(save(model, tmp_path), source, tmp_path / "export", quantize="fp8")
+    export = open_folder(tmp_path / "export")
+    layer = model.get_submodule("decoder.layers.1.self_attention.linear_proj")
+    stem = {"mimo": "model.layers.1.self_attn.o_proj", "nemotron_h": "backbone.layers.1.mixer.o_proj"}
+    name = stem[source.path.name]
+    served = export.read_tensor(f"{name}.weight").float() * export.read_tensor(f"{name}.weight_scale")
+    trained = layer.weight_quantizer(layer.weight).float()
+    torch.testing.assert_close(served, trained, rtol=1e-6, atol=0)
+    assert (served - layer.weight.float()).abs().max() > (served - trained).abs().max()
+    amax = layer.input_quantizer.amax.float()
+    assert torch.equal(export.read_tensor(f"{name}.input_scale").reshape(()), amax.reshape(()) / 448)
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_a_checkpoint_brings_back_every_scale(source, tmp_path):
+    """Another calibration, and weights that moved since: the scales are the checkpoint's, to the bit."""
+    model = quantize(build(source))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    checkpoint = save(model, tmp_path)
+    other = quantize(build(source), seed=1)
+    assert any(not same_bytes(scales(model)[name], tensor) for name, tensor in scales(other).items())
+    checkpointing.load_checkpoint(checkpoint, [other])
+    assert scales(model)
+    assert all(same_bytes(scales(model)[name], tensor) for name, tensor in scales(other).items())
+    assert same_bytes(forward(model.eval()), forward(other.eval()))
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_sabotage_a_checkpoint_that_lost_its_scales_is_refused(source, tmp_path, monkeypatch):
+    model = quantize(build(source))
+    real = checkpointing._sharded_state
+
+    def without_scales(*args, **options):
+        state = real(*args, **options)
+        state["model0"] = {k: v for k, v in state["model0"].items() if not k.endswith("_amax")}
+        return state
+
+    monkeypatch.setattr(checkpointing, "_sharded_state", without_scales)
+    checkpoint = save(model, tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(CheckpointError, match=r"has no .*_amax"):
+        checkpointing.load_checkpoint(checkpoint, [quantize(build(source))])
+    with pytest.raises(CheckpointError, match="no quantiser's state"):
+        export_folder(checkpoint, source, tmp_path / "export", quantize="fp8")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_one_topology_throughout(source, tmp_path):
+    """A checkpoint of a quantised model is not taken for an ordinary one, nor the reverse."""
+    quantised = save(quantize(build(source)), tmp_path / "quantised")
+    plain = save(build(source), tmp_path / "plain")
+    with pytest.raises(CheckpointError, match=r"_amax.*\n.*as the run that wrote it did"):
+        checkpointing.load_checkpoint(quantised, [build(source)])
+    with pytest.raises(CheckpointError, match=r"has no .*_amax"):
+        checkpointing.load_checkpoint(plain, [quantize(build(source))])
+    with pytest.raises(CheckpointError, match="is of a quantised model"):
+        export_folder(quantised, source, tmp_path / "export")
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_heads_left_out_are_put_to_sleep_and_quantised_ones_are_not(source):
+    assert should_freeze_mtp(build(source)), "nothing is quantised"
+    left_out = quantize(build(source))
+    assert should_freeze_mtp(left_out)
+    assert not any("mtp" in name.split(".") for name in quantizers(left_out))
+    included = quantize(build(source), with_mtp=True)
+    assert not should_freeze_mtp(included)
+    assert not should_freeze_mtp([included])
+    assert any("mtp" in name.split(".") for name in quantizers(included))
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_quantisers_in_heads_that_sleep_do_not_move(source, tmp_path):
+    """They are buffers of MTP layers like others: proven unchanged, and the proof can fail."""
+    model = quantize(build(source), with_mtp=True)
+    handle = freeze_mtp(model)
+    names = [name for name in handle.fingerprint() if name.endswith("_amax")]
+    assert names
+    forward(model.train()).float().mean().backward()
+    handle.check()
+    export_folder(save(model, tmp_path), source, tmp_path / "export", quantize="fp8")
+    assert verify_folders(source.path, tmp_path / "export").ok, "the export keeps the source's bytes"
+    model.get_buffer(names[0]).mul_(2)
+    with pytest.raises(MTPChangedError, match="_amax"):
+        handle.check()
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_quantised_heads_that_were_trained_are_exported_quantised(source, tmp_path):
+    model = quantize(build(source), with_mtp=True)
+    export_folder(save(model, tmp_path), source, tmp_path / "export", mtp="live", quantize="fp8")
+    export = open_folder(tmp_path / "export")
+    assert any("mtp" in name and entry.dtype == "F8_E4M3" for name, entry in export.tensors.items())
+    assert inspect_folder(tmp_path / "export").ok
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_what_cannot_be_done_here_is_refused_by_name():
+    quantization.check_format("fp8", num_experts=None)
+    with pytest.raises(ConfigError, match="2 experts"):
+        quantization.check_format("fp8", num_experts=2)
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match=r"nvfp4.*CUDA"):
+            quantization.check_format("nvfp4", num_experts=None)
