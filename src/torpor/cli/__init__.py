@@ -16,6 +16,7 @@ from torpor.cli.demo import demo
 from torpor.cli.distill import distill
 from torpor.cli.graft import graft
 from torpor.cli.inspect import inspect
+from torpor.cli.sft import sft
 from torpor.cli.verify import verify
 from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
 
@@ -107,4 +108,5 @@ app.command()(demo)
 app.command()(distill)
 app.command()(graft)
 app.command()(inspect)
+app.command()(sft)
 app.command()(verify)

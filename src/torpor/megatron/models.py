@@ -29,6 +29,7 @@ def build_transformer_config(
     *,
     recompute: Recompute = None,
     mtp: bool = True,
+    per_token_loss: bool = False,
 ) -> TransformerConfig:
     """Translate a Hugging Face config, or refuse it before anything is built.
 
@@ -38,6 +39,7 @@ def build_transformer_config(
         dtype: Dtype of the parameters, `torch.float32` or `torch.bfloat16`.
         recompute: None, "full" (every layer) or "selective" (core attention).
         mtp: False leaves the multi-token-prediction layers out; the trunk is the same.
+        per_token_loss: Whether a step's loss is a mean over its tokens rather than over its micro-batches.
 
     Returns:
         The Megatron configuration of this model at this layout.
@@ -65,6 +67,7 @@ def build_transformer_config(
         **_parallel_fields(layout, dtype),
         **_recompute_fields(recompute),
         mtp_num_layers=num_mtp_layers or None,
+        calculate_per_token_loss=per_token_loss,
         normalization="RMSNorm",
         add_bias_linear=False,
         init_method_std=hf_config.get("initializer_range", 0.02),
@@ -81,6 +84,7 @@ def build_model(
     *,
     recompute: Recompute = None,
     mtp: bool = True,
+    per_token_loss: bool = False,
 ) -> list[MegatronModule]:
     """Build this rank's part of the model with Megatron's random initialisation.
 
@@ -90,6 +94,7 @@ def build_model(
         dtype: Dtype of the parameters, `torch.float32` or `torch.bfloat16`.
         recompute: None, "full" (every layer) or "selective" (core attention).
         mtp: False leaves the multi-token-prediction layers out; the trunk is the same.
+        per_token_loss: Whether a step's loss is a mean over its tokens rather than over its micro-batches.
 
     Returns:
         The chunks of this rank's pipeline stage, bare: no DDP, no mixed-precision wrapper.
@@ -98,7 +103,9 @@ def build_model(
         UnsupportedModelError: The config asks for something that is not implemented here.
         ConfigError: The layout does not divide the model.
     """
-    config = build_transformer_config(hf_config, layout, dtype, recompute=recompute, mtp=mtp)
+    config = build_transformer_config(
+        hf_config, layout, dtype, recompute=recompute, mtp=mtp, per_token_loss=per_token_loss
+    )
     from megatron.core import parallel_state
 
     chunk = _find_architecture(hf_config).build(

@@ -10,7 +10,6 @@ from torpor.checkpoints.families import count_mtp_layers
 from torpor.checkpoints.folder import Folder
 from torpor.checkpoints.verify import VerifyResult, verify_folders
 from torpor.errors import CheckpointError, ConfigError, MTPChangedError
-from torpor.megatron import checkpointing
 from torpor.runs.result import RunResult
 from torpor.runs.run_folder import write_json
 from torpor.training.config import RunConfig
@@ -19,41 +18,43 @@ from torpor.training.config import RunConfig
 def export_run(
     config: RunConfig,
     source: Folder,
-    write: Callable[[Path, Path], None],
+    write: Callable[[Path], None],
     *,
     steps: int,
     fingerprint: dict[str, Any],
 ) -> VerifyResult | None:
-    """Export the newest checkpoint and compare it with the model that the run started from. On one rank.
+    """Export a trained model and compare it with the model that the run started from. On one rank.
 
     An export of these steps and settings that is there already is compared and not written again.
 
     Args:
         config: what was asked for.
         source: the model that the run started from.
-        write: writes a checkpoint (first argument) as a new folder (second).
+        write: writes the trained model as a new folder.
         steps: optimizer steps of the run, all of them done.
         fingerprint: what is the same in all parts of the run.
 
     Returns:
         The comparison, None for a model without MTP layers.
     """
-    checkpoint = checkpointing.find_latest(config.output / "checkpoints")
-    assert checkpoint is not None, "the loop saves after its last step"
     out, stale = config.output / "export", config.output / "export.stale"
-    wanted = {"step": steps, "fingerprint": fingerprint}
     # An earlier part of the run may have got as far, or may have ended with fewer steps.
-    if _read_record(config) != wanted:
+    if not is_exported(config, steps, fingerprint):
         shutil.rmtree(stale, ignore_errors=True)
         if out.exists():
             out.rename(stale)
-        write(checkpoint, out)
-        write_json(config.output / "export.json", wanted)
+        write(out)
+        write_json(config.output / "export.json", _record(steps, fingerprint))
         shutil.rmtree(stale, ignore_errors=True)
     verified = _verify(config, source)
     if verified is not None:
         write_json(config.output / "verify.json", verified.to_json())
     return verified
+
+
+def is_exported(config: RunConfig, steps: int, fingerprint: dict[str, Any]) -> bool:
+    """Say whether the run folder holds an export of these steps and settings."""
+    return _read_record(config) == _record(steps, fingerprint)
 
 
 def check_verified(config: RunConfig, source: Folder, verified: VerifyResult | None) -> None:
@@ -113,6 +114,10 @@ def read_finished(
     return result
 
 
+def _record(steps: int, fingerprint: dict[str, Any]) -> dict[str, Any]:
+    return {"step": steps, "fingerprint": fingerprint}
+
+
 def _read_record(config: RunConfig) -> dict[str, Any] | None:
     """Which step and settings the export is of; None if there is no export, or none that is known of."""
     record = config.output / "export.json"
@@ -120,7 +125,7 @@ def _read_record(config: RunConfig) -> dict[str, Any] | None:
         return None
     try:
         values = json.loads(record.read_text(encoding="utf-8"))
-        return {"step": values["step"], "fingerprint": dict(values["fingerprint"])}
+        return _record(values["step"], dict(values["fingerprint"]))
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -13,10 +13,11 @@ OUTPUT/
 """
 
 import json
+import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +31,15 @@ from torpor.megatron.parallel import Layout
 from torpor.runs.inputs import folder_digest
 from torpor.runs.ranks import Ranks
 from torpor.runs.result import Ended, RunResult, summarize
-from torpor.runs.run_export import check_verified, export_run, read_finished
+from torpor.runs.run_export import check_verified, export_run, is_exported, read_finished
 from torpor.runs.run_folder import check_output, open_run_folder, write_json
 from torpor.training import data
 from torpor.training.config import RunConfig
 from torpor.training.progress import RunLog
 
 if TYPE_CHECKING:
+    import torch
+
     from torpor.dormancy import DormantMTP
     from torpor.training.loop import Job
 
@@ -61,13 +64,18 @@ class Recipe:
         build: makes the job of the data and the number of steps, and the handles of the models that sleep, by
             setting.
         export: writes a checkpoint (first argument) as a new folder (second); rank 0 calls it.
+        merge: brings the chunks of a finished job into the form that is exported, where that is not the form
+            that is trained; every rank calls it.
+        notes: lines for the user.
     """
 
     models: Mapping[str, Folder]
     layout: Layout
-    prepare_data: Callable[[Path], data.PackedWindows]
-    build: "Callable[[data.PackedWindows, int], tuple[Job, dict[str, DormantMTP]]]"
+    prepare_data: Callable[[Path], data.Windows]
+    build: "Callable[[data.Windows, int], tuple[Job, dict[str, DormantMTP]]]"
     export: Callable[[Path, Path], None]
+    merge: "Callable[[Sequence[torch.nn.Module]], None] | None" = None
+    notes: Sequence[str] = ()
 
     @property
     def source(self) -> Folder:
@@ -121,9 +129,16 @@ def run_training(config: RunConfig, check_inputs: Callable[[], Recipe]) -> RunRe
         if ended.signal_number and ended.step < steps:
             return ranks.from_rank_0(lambda: summarize(config, ended, export=None))
         dormancy = _prove(config, run, ranks)
-        verified = ranks.from_rank_0(
-            lambda: export_run(config, recipe.source, recipe.export, steps=steps, fingerprint=fingerprint)
-        )
+        with _checkpoint_to_export(config, recipe, run, ranks, steps, fingerprint) as checkpoint:
+            verified = ranks.from_rank_0(
+                lambda: export_run(
+                    config,
+                    recipe.source,
+                    lambda out: recipe.export(checkpoint, out),
+                    steps=steps,
+                    fingerprint=fingerprint,
+                )
+            )
 
         def finish() -> RunResult:
             check_verified(config, recipe.source, verified)
@@ -165,7 +180,7 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _fingerprint(config: RunConfig, recipe: Recipe, windows: data.PackedWindows) -> dict[str, Any]:
+def _fingerprint(config: RunConfig, recipe: Recipe, windows: data.Windows) -> dict[str, Any]:
     """What must be the same in all parts of one run."""
     values = {
         **config.model_dump(mode="json", exclude=_FREE_SETTINGS.union(config.models)),
@@ -181,27 +196,29 @@ class _Run:
 
     job: "Job"
     asleep: "dict[str, DormantMTP]"  # by setting; a model without MTP layers has no handle
+    notes: list[str]
     start_step: int
 
 
 def _build(
     config: RunConfig,
     recipe: Recipe,
-    windows: data.PackedWindows,
+    windows: data.Windows,
     steps: int,
     fingerprint: dict[str, Any],
     latest: Path | None,
 ) -> _Run:
     job, asleep = recipe.build(windows, steps)
+    notes = [*recipe.notes, *windows.describe()]
     if latest is None:
-        return _Run(job, asleep, start_step=0)
+        return _Run(job, asleep, notes, start_step=0)
     start_step = _resume(latest, job, asleep.get(config.models[0]), fingerprint)
     if start_step > steps:
         raise ConfigError(
             f"{latest} is {start_step} steps into the run, and the run has {steps}\n"
             "  Give more steps, or a new output folder."
         )
-    return _Run(job, asleep, start_step)
+    return _Run(job, asleep, notes, start_step)
 
 
 def _resume(latest: Path, job: "Job", handle: "DormantMTP | None", fingerprint: dict[str, Any]) -> int:
@@ -247,6 +264,8 @@ def _train(config: RunConfig, run: _Run, steps: int, fingerprint: dict[str, Any]
             for role in config.models:
                 if role not in run.asleep:
                     log.say(f"the {role} has no MTP layers: there is nothing to put to sleep")
+        for note in run.notes:
+            log.say(note)
         if run.start_step:
             log.say(f"continuing after step {run.start_step}")
         outcome = train(
@@ -258,6 +277,23 @@ def _train(config: RunConfig, run: _Run, steps: int, fingerprint: dict[str, Any]
             stop=stop,
         )
     return Ended(run.start_step, outcome.step, outcome.signal_number)
+
+
+@contextmanager
+def _checkpoint_to_export(
+    config: RunConfig, recipe: Recipe, run: _Run, ranks: Ranks, steps: int, fingerprint: dict[str, Any]
+) -> Iterator[Path]:
+    """The newest checkpoint, or one of the merged model that lives as long as the block."""
+    latest = checkpointing.find_latest(config.output / "checkpoints")
+    assert latest is not None, "the loop saves after its last step"
+    if recipe.merge is None or ranks.from_rank_0(lambda: is_exported(config, steps, fingerprint)):
+        yield latest
+        return
+    merged = config.output / "merged"
+    ranks.from_rank_0(lambda: shutil.rmtree(merged, ignore_errors=True))
+    recipe.merge(run.job.chunks)
+    yield checkpointing.save_checkpoint(merged, steps, run.job.chunks)
+    ranks.from_rank_0(lambda: shutil.rmtree(merged))
 
 
 def _prove(config: RunConfig, run: _Run, ranks: Ranks) -> list[dict[str, Any]] | None:

@@ -180,3 +180,52 @@ class DistillConfig(RunConfig):
     student: Folder = Field(description="Hugging Face folder of the student")
     text_key: str = Field(default="text", min_length=1, description="field of a record that holds its text")
     temperature: PositiveRate = 1.0
+
+
+class LoraSettings(_Settings):
+    """Low-rank adapters, in PEFT's words."""
+
+    r: Count = Field(default=8, description="rank of the adapters")
+    lora_alpha: PositiveRate = Field(
+        default=8.0, description="the adapters' output is scaled by lora_alpha / r"
+    )
+    lora_dropout: Fraction = 0.0
+    target_modules: list[str] | Literal["all-linear"] = Field(
+        description="names of linear layers, the checkpoint's or Megatron-Core's; or all-linear"
+    )
+
+    @field_validator("target_modules", mode="after")
+    @classmethod
+    def _check_targets(cls, value: Any) -> Any:
+        if not value:
+            raise ValueError("names no layer")
+        return value
+
+
+class SftConfig(RunConfig):
+    """Settings of `torpor sft`: which model, which conversations, what is trained of it."""
+
+    command = "sft"
+    models = ("model",)
+
+    model: Folder = Field(description="Hugging Face folder of the model")
+    packing: bool = Field(default=True, description="several samples a row, which do not see each other")
+    excess_length_strategy: Literal["raise", "drop", "truncate"] = Field(
+        default="raise", description="what becomes of samples longer than sequence_length"
+    )
+    lora: LoraSettings | None = Field(default=None, description="train adapters instead of the whole model")
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Self:
+        if self.lora is not None and not self.freeze_mtp:
+            raise ValueError("`freeze_mtp` is False, and `lora` trains adapters of the trunk alone")
+        return self
+
+    @model_validator(mode="after")
+    def _check_packing(self) -> Self:
+        if self.packing and self.micro_batch_size > 1:
+            raise ValueError(
+                f"`micro_batch_size` is {self.micro_batch_size}, and `packing` lays many samples into one row"
+                ": use 1 and a longer `sequence_length`"
+            )
+        return self

@@ -5,19 +5,20 @@ what ran before: a resumed run asks for step k and gets what the uninterrupted r
 data-parallel ranks sees the same global batches as a run on one.
 """
 
+import abc
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from torpor.errors import ConfigError
-from torpor.training.sources import Source, read_documents
+from torpor.training.sources import Source, list_files, read_documents
 
 if TYPE_CHECKING:
     import torch
@@ -113,20 +114,26 @@ def check_tokenizers(
             f"vocab_size is {vocab_sizes[0]} in the teacher's config.json, {vocab_sizes[1]} in the "
             "student's\n  Logits are compared one by one: the sizes must be equal."
         )
-    largest = max(student_vocab.values(), default=0)
-    if largest >= vocab_sizes[1]:
+    check_vocabulary(student, vocab_sizes[1])
+
+
+def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    """Check that every token has a row in the embedding.
+
+    Raises:
+        ConfigError: one has none.
+    """
+    largest = max(tokenizer.get_vocab().values(), default=0)
+    if largest >= vocab_size:
         raise ConfigError(
             f"the tokenizer's largest token id is {largest}, but vocab_size in config.json is "
-            f"{vocab_sizes[1]}\n  The folder's tokenizer and weights do not belong together."
+            f"{vocab_size}\n  The folder's tokenizer and weights do not belong together."
         )
 
 
 def token_cache_name(sources: list[Source], text_key: str, tokenizer: "PreTrainedTokenizerBase") -> str:
     """File name of the token cache: a hash of the sources' names, sizes and times, and of the tokenizer."""
-    facts: list[Any] = [tokenizer_fingerprint(tokenizer), text_key]
-    for source in sources:
-        files = [source.path] if source.path.is_file() else sorted(source.path.rglob("*"))
-        facts += [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    facts = [tokenizer_fingerprint(tokenizer), text_key, *list_files(sources)]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16] + ".npy"
 
 
@@ -148,27 +155,54 @@ def write_token_cache(
         vocab_size: decides the width of a stored token.
         on_progress: called with the number of tokens so far.
     """
-    dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
     aside = path.with_suffix(".partial")
     try:
-        with aside.open("wb") as file:
-            _write_npy_header(file, dtype, 0)
-            start = file.tell()
-            count = 0
+        with ArrayWriter(aside, token_dtype(vocab_size)) as array:
             for tokens in _encode(documents, tokenizer):
-                array = np.asarray(tokens, dtype=dtype)
-                file.write(array.tobytes())
-                count += len(array)
+                array.append(tokens)
                 if on_progress:
-                    on_progress(count)
-            file.seek(0)
-            _write_npy_header(file, dtype, count)
-            assert file.tell() == start, "NumPy pads the header so that a longer shape fits"
-            file.flush()
-            os.fsync(file.fileno())
+                    on_progress(array.count)
         aside.replace(path)
     finally:
         aside.unlink(missing_ok=True)
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The narrowest type that holds every token of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+
+
+class ArrayWriter:
+    """Writes a one-dimensional array of unknown length as a `.npy` file, flushed to disk at the end.
+
+    Args:
+        path: the file to write.
+        dtype: of its elements.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype):
+        self._path, self._dtype = path, dtype
+        self.count = 0
+
+    def __enter__(self) -> Self:
+        self._file = self._path.open("wb")
+        _write_npy_header(self._file, self._dtype, 0)
+        self._start = self._file.tell()
+        return self
+
+    def append(self, values: Sequence[int]) -> None:
+        """Write more elements."""
+        array = np.asarray(values, dtype=self._dtype)
+        self._file.write(array.tobytes())
+        self.count += len(array)
+
+    def __exit__(self, *_: object) -> None:
+        with self._file:
+            self._file.seek(0)
+            _write_npy_header(self._file, self._dtype, self.count)
+            assert self._file.tell() == self._start, "NumPy pads the header so that a longer shape fits"
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _write_npy_header(file: Any, dtype: np.dtype, count: int) -> None:
@@ -194,7 +228,56 @@ def _encode(documents: Iterable[str], tokenizer: "PreTrainedTokenizerBase") -> I
         yield encoded()
 
 
-class PackedWindows:
+class Windows(abc.ABC):
+    """Rows of training data, numbered from 0, split into training and held-out ones, in a seeded order.
+
+    Args:
+        num_windows: rows in all.
+        held_out: share of them kept for evaluation; at least one if it is not 0.
+        seed: decides the split and the order.
+        what: what makes so many windows, for messages.
+
+    Raises:
+        ConfigError: there are too few for one training window and the asked-for held-out ones.
+    """
+
+    def __init__(self, num_windows: int, *, held_out: float, seed: int, what: str):
+        self.seed = seed
+        num_held_out = max(1, round(num_windows * held_out)) if held_out else 0
+        if num_windows <= num_held_out:
+            raise ConfigError(
+                f"`data` has {what}; {num_held_out + 1} are needed (1 to train on, {num_held_out} held out)\n"
+                "  Give more text or a smaller sequence_length."
+            )
+        # RandomState and not Generator: its streams are frozen across NumPy versions.
+        order = np.random.RandomState([seed, 0]).permutation(num_windows)
+        self.held_out = np.sort(order[:num_held_out])
+        self.training = np.sort(order[num_held_out:])
+        self._epoch = -1
+        self._order = self.training
+
+    def training_window(self, sample: int) -> int:
+        """The window that is trained on as number `sample`, counted from the start of the run."""
+        epoch, position = divmod(sample, len(self.training))
+        if epoch != self._epoch:
+            self._order = np.random.RandomState([self.seed, 1 + epoch]).permutation(self.training)
+            self._epoch = epoch
+        return int(self._order[position])
+
+    @abc.abstractmethod
+    def batch(self, windows: Sequence[int], device: "torch.device") -> "Batch":
+        """The micro-batch of these windows."""
+
+    def describe(self) -> list[str]:
+        """Lines for the user about what was made of the data."""
+        return []
+
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """SHA-256 of all data: two runs with equal digests and seeds see equal batches."""
+
+
+class PackedWindows(Windows):
     """A token array cut into windows, split into training and held-out ones, in a seeded order.
 
     Window i holds tokens [i * S, i * S + S]: S + 1 tokens, of which the last is the first of window i + 1, so
@@ -214,41 +297,43 @@ class PackedWindows:
     def __init__(self, path: Path, *, sequence_length: int, held_out: float, seed: int):
         self.tokens = np.load(path, mmap_mode="r")
         self.sequence_length = sequence_length
-        self.seed = seed
         num_windows = max(0, (len(self.tokens) - 1) // sequence_length)
-        num_held_out = max(1, round(num_windows * held_out)) if held_out else 0
-        if num_windows <= num_held_out:
-            raise ConfigError(
-                f"`data` has {len(self.tokens)} tokens, which makes {num_windows} windows of "
-                f"sequence_length {sequence_length}; {num_held_out + 1} are needed "
-                f"(1 to train on, {num_held_out} held out)\n  Give more text or a smaller sequence_length."
-            )
-        # RandomState and not Generator: its streams are frozen across NumPy versions.
-        order = np.random.RandomState([seed, 0]).permutation(num_windows)
-        self.held_out = np.sort(order[:num_held_out])
-        self.training = np.sort(order[num_held_out:])
-        self._epoch = -1
-        self._order = self.training
+        super().__init__(
+            num_windows,
+            held_out=held_out,
+            seed=seed,
+            what=f"{len(self.tokens)} tokens, which makes {num_windows} windows of sequence_length "
+            f"{sequence_length}",
+        )
 
     def read(self, window: int) -> np.ndarray:
         """The S + 1 tokens of one window, int64."""
         start = window * self.sequence_length
         return self.tokens[start : start + self.sequence_length + 1].astype(np.int64)
 
+    def batch(self, windows: Sequence[int], device: "torch.device") -> "Batch":
+        """The micro-batch of these windows."""
+        import torch
+
+        windows_BT = torch.from_numpy(np.stack([self.read(window) for window in windows])).to(
+            device
+        )  # T = S + 1
+        tokens_BS = windows_BT[:, :-1].contiguous()
+        labels_BS = windows_BT[:, 1:].contiguous()
+        positions_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
+        return Batch(tokens_BS, labels_BS, positions_BS.contiguous())
+
     def digest(self) -> str:
         """SHA-256 of all tokens: two runs with equal digests and seeds see equal batches."""
-        digest = hashlib.sha256(self.tokens.dtype.str.encode())
-        for start in range(0, len(self.tokens), 2**24):
-            digest.update(self.tokens[start : start + 2**24].tobytes())
-        return digest.hexdigest()
+        return digest_of_array(self.tokens)
 
-    def training_window(self, sample: int) -> int:
-        """The window that is trained on as number `sample`, counted from the start of the run."""
-        epoch, position = divmod(sample, len(self.training))
-        if epoch != self._epoch:
-            self._order = np.random.RandomState([self.seed, 1 + epoch]).permutation(self.training)
-            self._epoch = epoch
-        return int(self._order[position])
+
+def digest_of_array(array: np.ndarray) -> str:
+    """SHA-256 of an array's type and content, which may be larger than memory."""
+    digest = hashlib.sha256(array.dtype.str.encode())
+    for start in range(0, len(array), 2**24):
+        digest.update(array[start : start + 2**24].tobytes())
+    return digest.hexdigest()
 
 
 def prepare_windows(
@@ -287,7 +372,7 @@ def prepare_windows(
     )
 
 
-def count_steps(settings: "OptimizationConfig", windows: PackedWindows) -> int:
+def count_steps(settings: "OptimizationConfig", windows: Windows) -> int:
     """Optimizer steps of a run: `steps`, or as many as `epochs` need; at least one."""
     if settings.steps is not None:
         return settings.steps
@@ -337,28 +422,14 @@ class BatchPlan:
         ]
 
 
-def training_batches(
-    windows: PackedWindows, plan: BatchPlan, step: int, device: "torch.device"
-) -> Iterator[Batch]:
+def training_batches(windows: Windows, plan: BatchPlan, step: int, device: "torch.device") -> Iterator[Batch]:
     """This rank's micro-batches of optimizer step `step`, 0-based."""
     for samples in plan.samples(step):
-        yield _batch([windows.read(windows.training_window(sample)) for sample in samples], device)
+        yield windows.batch([windows.training_window(sample) for sample in samples], device)
 
 
-def held_out_batches(
-    windows: PackedWindows, plan: BatchPlan, step: int, device: "torch.device"
-) -> Iterator[Batch]:
+def held_out_batches(windows: Windows, plan: BatchPlan, step: int, device: "torch.device") -> Iterator[Batch]:
     """This rank's micro-batches of evaluation batch `step`, 0-based; starts again after the last window."""
     for samples in plan.samples(step):
         chosen = [int(windows.held_out[sample % len(windows.held_out)]) for sample in samples]
-        yield _batch([windows.read(window) for window in chosen], device)
-
-
-def _batch(rows: list[np.ndarray], device: "torch.device") -> Batch:
-    import torch
-
-    windows_BT = torch.from_numpy(np.stack(rows)).to(device)  # T = S + 1
-    tokens_BS = windows_BT[:, :-1].contiguous()
-    labels_BS = windows_BT[:, 1:].contiguous()
-    positions_BS = torch.arange(tokens_BS.shape[1], device=device).expand_as(tokens_BS)
-    return Batch(tokens_BS, labels_BS, positions_BS.contiguous())
+        yield windows.batch(chosen, device)

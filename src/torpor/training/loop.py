@@ -17,10 +17,13 @@ import torch
 from torpor.errors import TorporError
 from torpor.megatron.host import current_device
 from torpor.training.config import OptimizationConfig
-from torpor.training.data import Batch, BatchPlan, PackedWindows, held_out_batches, training_batches
+from torpor.training.data import Batch, BatchPlan, Windows, held_out_batches, training_batches
 from torpor.training.schedule import build_schedule
 
-LossFunction = Callable[[torch.Tensor], tuple[torch.Tensor, dict[str, torch.Tensor]]]
+Metrics = dict[str, torch.Tensor]
+LossFunction = Callable[
+    [torch.Tensor], tuple[torch.Tensor, Metrics] | tuple[torch.Tensor, torch.Tensor, Metrics]
+]
 ForwardStep = Callable[[Iterator[Batch], torch.nn.Module], tuple[torch.Tensor, LossFunction]]
 
 
@@ -30,7 +33,9 @@ class Objective:
 
     Args:
         forward_step: takes the batch iterator and a model chunk; returns the model's output and the function
-            that turns it, on the last stage, into the loss (scalar) and its metrics (scalars by name).
+            that turns it, on the last stage, into the loss and its metrics by name. The loss is a mean
+            (scalar) or, of a model built with `per_token_loss`, a sum (scalar) and how many tokens it is over
+            (int32). A metric is a mean (scalar) or a sum and how many it is over ([2]).
         training_metrics: names of the metrics in training, the first of which is the loss.
         held_out_metrics: the same in evaluation.
     """
@@ -159,7 +164,7 @@ def wrap_for_training(
 def prepare_job(
     chunks: Sequence[torch.nn.Module],
     settings: OptimizationConfig,
-    windows: PackedWindows,
+    windows: Windows,
     objective: Objective,
     *,
     steps: int,
@@ -369,7 +374,7 @@ def evaluate(job: Job, num_batches: int) -> dict[str, float]:
     """Mean held-out metrics over `num_batches` global batches; the model is left in training mode."""
     for chunk in job.chunks:
         chunk.eval()
-    per_micro_batch: list[dict[str, torch.Tensor]] = []
+    per_micro_batch: list[Metrics] = []
     with torch.no_grad():
         for index in range(num_batches):
             per_micro_batch += _forward_backward(job, job.held_out_batches(index), forward_only=True)
@@ -378,9 +383,7 @@ def evaluate(job: Job, num_batches: int) -> dict[str, float]:
     return _reduce(per_micro_batch, job.objective.held_out_metrics)
 
 
-def _forward_backward(
-    job: Job, batches: Iterator[Batch], *, forward_only: bool
-) -> list[dict[str, torch.Tensor]]:
+def _forward_backward(job: Job, batches: Iterator[Batch], *, forward_only: bool) -> list[Metrics]:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     data: Any = batches if len(job.chunks) == 1 else [batches] * len(job.chunks)
@@ -396,19 +399,21 @@ def _forward_backward(
     )
 
 
-def _reduce(per_micro_batch: list[dict[str, torch.Tensor]], names: Sequence[str]) -> dict[str, float]:
+def _reduce(per_micro_batch: list[Metrics], names: Sequence[str]) -> dict[str, float]:
     """Mean of the metrics over micro-batches and data-parallel ranks, known to every pipeline stage."""
     from megatron.core import parallel_state
 
-    values = torch.zeros(len(names), dtype=torch.float32, device=current_device())
+    # A sum and a count of each.
+    totals = torch.zeros(len(names), 2, dtype=torch.float64, device=current_device())
     if per_micro_batch:  # empty but on the last stage
         for index, name in enumerate(names):
-            values[index] = torch.stack([metrics[name].float() for metrics in per_micro_batch]).mean()
+            for metrics in per_micro_batch:
+                value = metrics[name].double()
+                totals[index] += value if value.dim() else torch.stack([value, torch.ones_like(value)])
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        torch.distributed.all_reduce(values, group=group)
-        values /= group.size()
-    _broadcast_from_last_stage(values)
-    return dict(zip(names, values.tolist(), strict=True))
+        torch.distributed.all_reduce(totals, group=group)
+    _broadcast_from_last_stage(totals)
+    return dict(zip(names, (totals[:, 0] / totals[:, 1]).tolist(), strict=True))
 
 
 def _broadcast_from_last_stage(values: torch.Tensor) -> None:

@@ -69,6 +69,15 @@ def _is_saved_dataset(path: Path) -> bool:
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
+def list_files(sources: Iterable[Source]) -> list[tuple[str, int, int]]:
+    """Name, size and time of every file of the sources: what tells that one of them has changed."""
+    facts = []
+    for source in sources:
+        files = [source.path] if source.path.is_file() else sorted(source.path.rglob("*"))
+        facts += [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files if f.is_file()]
+    return facts
+
+
 def read_documents(source: Source, text_key: str) -> Iterator[str]:
     """Yield the texts of one source in order; blank ones are left out.
 

@@ -206,7 +206,7 @@ def windows(tmp_path, num_tokens, **values):
 def test_windows_overlap_in_one_token_so_that_each_is_predicted_once(tmp_path):
     packed = windows(tmp_path, 9, held_out=0.0)
     assert [packed.read(i).tolist() for i in range(2)] == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8]]
-    batch = data._batch([packed.read(0), packed.read(1)], torch.device("cpu"))
+    batch = packed.batch([0, 1], torch.device("cpu"))
     assert batch.tokens_BS.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert batch.labels_BS.tolist() == [[1, 2, 3, 4], [5, 6, 7, 8]]
     assert batch.positions_BS.tolist() == [[0, 1, 2, 3]] * 2
