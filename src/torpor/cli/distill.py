@@ -63,7 +63,7 @@ def _summary(result: "RunResult") -> str:
         )
     lines = [f"{result.steps} steps done, exported to {result.export}"]
     if result.first_loss is not None and result.last_loss is not None:
-        lines.append(f"  KL divergence per token   {result.first_loss:.4f} -> {result.last_loss:.4f}")
+        lines.append(f"  loss per token            {result.first_loss:.4f} -> {result.last_loss:.4f}")
     lines += [
         f"  held out {name.replace('_', ' '):<16} {value:.4f}" for name, value in result.held_out.items()
     ]

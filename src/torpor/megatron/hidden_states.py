@@ -142,7 +142,7 @@ def hand_over_projection(model: torch.nn.Module) -> Iterator[Handover]:
     if not language_model.post_process:
         yield handover
         return
-    _refuse_output_layer(language_model.output_layer)
+    check_output_layer(language_model)
     loss = language_model.compute_language_model_loss
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,9 +197,21 @@ def _mtp_projections(model: Any) -> int:
     return int(num_layers)
 
 
-def _refuse_output_layer(layer: Any) -> None:
+def check_output_layer(model: torch.nn.Module) -> None:
+    """Check that a model's logits are its hidden states times a weight, as far as this stage can tell.
+
+    Args:
+        model: A GPTModel or HybridModel, wrapped or not.
+
+    Raises:
+        UnsupportedModelError: The output layer does more than to multiply.
+    """
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
+    language_model = find_language_model(model)
+    if not language_model.post_process:
+        return
+    layer = language_model.output_layer
     if not isinstance(layer, ColumnParallelLinear):
         raise UnsupportedModelError(
             f"the output layer is a {type(layer).__name__}, not Megatron-Core's ColumnParallelLinear: it may"

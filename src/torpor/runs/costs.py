@@ -115,6 +115,7 @@ def build_job(
     from torpor.megatron.weights import load_weights
     from torpor.training.distillation import build_distillation_model, distillation_objective
     from torpor.training.loop import prepare_job
+    from torpor.training.losses import LossSettings
 
     dtype = torch.bfloat16 if settings.dtype == "bf16" else torch.float32
 
@@ -130,8 +131,8 @@ def build_job(
         trunk[0].load_state_dict({name: values[name] for name in trunk[0].state_dict()})
         return trunk[0]
 
-    model = build_distillation_model(load(student), load(teacher), temperature=1.0)
-    return prepare_job([model], settings, windows, distillation_objective(), steps=10**6)
+    model = build_distillation_model(load(student), load(teacher))
+    return prepare_job([model], settings, windows, distillation_objective(LossSettings()), steps=10**6)
 
 
 @contextmanager

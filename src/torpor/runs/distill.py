@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torpor.errors import ConfigError
 from torpor.megatron.models import build_model
 from torpor.megatron.weights import export_folder, load_weights
 from torpor.runs.inputs import find_layout, model_dtype, open_model
@@ -15,6 +16,7 @@ from torpor.training.sources import check_not_empty, find_sources
 if TYPE_CHECKING:
     from torpor.dormancy import DormantMTP
     from torpor.training.loop import Job
+    from torpor.training.losses import LossSettings
 
 
 def distill(config: DistillConfig) -> RunResult:
@@ -45,6 +47,11 @@ def _check_inputs(config: DistillConfig) -> Recipe:
         tokenizer,
         (teacher.config["vocab_size"], student.config["vocab_size"]),
     )
+    if config.top_k is not None and config.top_k > student.config["vocab_size"]:
+        raise ConfigError(
+            f"`top_k` is {config.top_k}, and vocab_size in config.json is {student.config['vocab_size']}\n"
+            "  Use a smaller top_k; a few hundred is usual."
+        )
 
     def prepare_data(folder: Path) -> data.PackedWindows:
         return data.prepare_windows(
@@ -91,15 +98,27 @@ def _build(
         for role, chunks in (("student", student), ("teacher", teacher))
         if config.freeze_mtp and chunks[0].config.mtp_num_layers
     }
-    model = build_distillation_model(student[0], teacher[0], temperature=config.temperature)
+    model = build_distillation_model(student[0], teacher[0])
     job = prepare_job(
         [model],
         config,
         windows,
-        distillation_objective(),
+        distillation_objective(_loss_settings(config)),
         steps=steps,
         adjust_tensor_shapes=shapes_between_stages(
             model, sequence_length=config.sequence_length, micro_batch_size=config.micro_batch_size
         ),
     )
     return job, asleep
+
+
+def _loss_settings(config: DistillConfig) -> "LossSettings":
+    from torpor.training.losses import LossSettings
+
+    return LossSettings(
+        divergence=config.divergence,
+        temperature=config.temperature,
+        jensen_shannon_beta=config.jensen_shannon_beta,
+        top_k=config.top_k,
+        cross_entropy_weight=config.cross_entropy_weight,
+    )

@@ -132,7 +132,9 @@ class RunConfig(OptimizationConfig):
 
     output: Folder = Field(description="run folder: checkpoints, metrics, export")
     data: list[Path] = Field(description="data: .txt, .jsonl, .parquet, saved datasets, folders, globs")
-    freeze_mtp: bool = Field(default=True, description="keep MTP layers asleep, or run and train them")
+    freeze_mtp: bool | None = Field(
+        default=None, description="keep MTP layers asleep, or run and train them; asleep unless quantised"
+    )
 
     @field_validator("data", mode="before")
     @classmethod
@@ -154,6 +156,17 @@ class RunConfig(OptimizationConfig):
                 raise ValueError(f"matches no file: {path}")
             paths.extend(found)
         return paths
+
+    @model_validator(mode="after")
+    def _decide_freeze_mtp(self) -> Self:
+        if self.freeze_mtp is None:
+            # Past the model's being frozen, and without counting as set by the user.
+            self.__dict__["freeze_mtp"] = self._should_freeze_mtp()
+        return self
+
+    def _should_freeze_mtp(self) -> bool:
+        """Whether MTP layers sleep where the user says nothing."""
+        return True
 
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
@@ -179,7 +192,39 @@ class DistillConfig(RunConfig):
     teacher: Folder = Field(description="Hugging Face folder of the teacher")
     student: Folder = Field(description="Hugging Face folder of the student")
     text_key: str = Field(default="text", min_length=1, description="field of a record that holds its text")
+    divergence: Literal["forward_kl", "reverse_kl", "jensen_shannon"] = "forward_kl"
+    jensen_shannon_beta: Annotated[Fraction, Field(gt=0)] = Field(
+        default=0.5, description="the teacher's share of the Jensen-Shannon mixture"
+    )
     temperature: PositiveRate = 1.0
+    top_k: Count | None = Field(default=None, description="compare only the teacher's k likeliest tokens")
+    cross_entropy_weight: Annotated[Rate, Field(le=1)] = Field(
+        default=0.0, description="share of the next token's cross-entropy in the loss"
+    )
+
+    quantize: Literal["fp8", "nvfp4"] | None = Field(
+        default=None, description="train the student's trunk through quantisers, and export it quantised"
+    )
+    quantize_mtp: bool = Field(default=False, description="quantise the student's MTP layers too")
+    calib_size: Count = Field(default=128, description="training windows that quantisers are calibrated on")
+
+    def _should_freeze_mtp(self) -> bool:
+        # Training should recover what quantisation lost; layers that were left out have lost nothing.
+        return not self.quantize_mtp
+
+    @model_validator(mode="after")
+    def _check_quantization(self) -> Self:
+        if self.quantize is None:
+            for name in ("quantize_mtp", "calib_size"):
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise ValueError(f"`{name}` is set and `quantize` is not")
+        return self
+
+    @model_validator(mode="after")
+    def _check_loss(self) -> Self:
+        if "jensen_shannon_beta" in self.model_fields_set and self.divergence != "jensen_shannon":
+            raise ValueError(f"`jensen_shannon_beta` is set and `divergence` is {self.divergence}")
+        return self
 
 
 class LoraSettings(_Settings):
