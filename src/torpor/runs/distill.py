@@ -3,8 +3,13 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torpor.checkpoints.families import count_mtp_layers
+from torpor.checkpoints.folder import Folder
+from torpor.checkpoints.quantization import find_quantization
 from torpor.errors import ConfigError
-from torpor.megatron.models import build_model
+from torpor.megatron.models import build_model, build_transformer_config
+from torpor.megatron.parallel import Layout
+from torpor.megatron.quantization import check_format, fake_quantize
 from torpor.megatron.weights import export_folder, load_weights
 from torpor.runs.inputs import find_layout, model_dtype, open_model
 from torpor.runs.result import RunResult
@@ -52,6 +57,8 @@ def _check_inputs(config: DistillConfig) -> Recipe:
             f"`top_k` is {config.top_k}, and vocab_size in config.json is {student.config['vocab_size']}\n"
             "  Use a smaller top_k; a few hundred is usual."
         )
+    if config.quantize is not None:
+        _check_quantizable(config, student, layout)
 
     def prepare_data(folder: Path) -> data.PackedWindows:
         return data.prepare_windows(
@@ -70,16 +77,60 @@ def _check_inputs(config: DistillConfig) -> Recipe:
         prepare_data=prepare_data,
         build=lambda windows, steps: _build(config, recipe, windows, steps),
         export=lambda checkpoint, out: export_folder(
-            checkpoint, student, out, mtp="source" if config.freeze_mtp else "live"
+            checkpoint,
+            student,
+            out,
+            mtp="source" if config.freeze_mtp else "live",
+            quantize=config.quantize,
         ),
+        notes=_describe_quantization(config, student),
     )
     return recipe
+
+
+def _check_quantizable(config: DistillConfig, student: Folder, layout: Layout) -> None:
+    assert config.quantize is not None
+    if find_quantization(student.config) is not None:
+        raise ConfigError(
+            f"`quantize` is {config.quantize}, and {student.path} is quantised already: its config.json has a"
+            " quantization_config\n  Give the student in plain weights."
+        )
+    if config.quantize_mtp and not count_mtp_layers(student).declared:
+        raise ConfigError(f"`quantize_mtp` is set, and {student.path} has no MTP layers\n  Leave it out.")
+    built = build_transformer_config(student.config, layout, model_dtype(config))
+    check_format(config.quantize, num_experts=built.num_moe_experts)
+
+
+def _describe_quantization(config: DistillConfig, student: Folder) -> list[str]:
+    """Tell what becomes of the student's MTP layers when its trunk is quantised, and what that costs."""
+    if config.quantize is None or not count_mtp_layers(student).declared:
+        return []
+    if config.quantize_mtp and config.freeze_mtp:
+        return [
+            "freeze_mtp: the quantised MTP layers sleep, so that nothing recovers their quantisation error;"
+            " the export keeps them as they are in the student's folder, not quantised"
+        ]
+    if config.quantize_mtp:
+        return [
+            "the student's MTP layers are quantised: they stay awake, so that training recovers their"
+            " quantisation error (freeze_mtp: true puts them to sleep)"
+        ]
+    if config.freeze_mtp:
+        return [
+            "the student's MTP layers are left out of quantisation: they sleep, having no quantisation error"
+            " to recover (freeze_mtp: false trains them along)"
+        ]
+    return [
+        "freeze_mtp: false: the student's MTP layers, left out of quantisation, run and are trained along,"
+        " though they have no quantisation error to recover"
+    ]
 
 
 def _build(
     config: DistillConfig, recipe: Recipe, windows: data.PackedWindows, steps: int
 ) -> "tuple[Job, dict[str, DormantMTP]]":
     from torpor.dormancy import freeze_mtp
+    from torpor.training.calibration import run_forwards
     from torpor.training.distillation import (
         build_distillation_model,
         distillation_objective,
@@ -90,13 +141,21 @@ def _build(
     dtype = model_dtype(config)
     student = build_model(recipe.source.config, recipe.layout, dtype, recompute=config.recompute)
     load_weights(student, recipe.source)
+    if config.quantize is not None:
+        fake_quantize(
+            student[0],
+            config.quantize,
+            with_mtp=config.quantize_mtp,
+            calibrate=lambda: run_forwards(student, config, windows, config.calib_size),
+        )
     # Nothing of the teacher is kept for backward, so there is nothing to recompute.
     teacher = build_model(recipe.models["teacher"].config, recipe.layout, dtype)
     load_weights(teacher, recipe.models["teacher"])
     asleep = {
         role: freeze_mtp(chunks)
         for role, chunks in (("student", student), ("teacher", teacher))
-        if config.freeze_mtp and chunks[0].config.mtp_num_layers
+        # Nobody asks for what the teacher's would predict.
+        if (config.freeze_mtp or role == "teacher") and chunks[0].config.mtp_num_layers
     }
     model = build_distillation_model(student[0], teacher[0])
     job = prepare_job(

@@ -6,6 +6,7 @@ in FP32, is not used: both models hand over their hidden states instead.
 """
 
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,7 +63,27 @@ def build_distillation_model(student: torch.nn.Module, teacher: torch.nn.Module)
         ],
     )
     adjust_distillation_model_for_mcore(model, DistillationConfig(skip_lm_loss=True))
+    _keep_mtp_loss(model)
     return model
+
+
+def _keep_mtp_loss(model: Any) -> None:
+    """Have MTP layers that are awake trained by their own loss, quantised or not.
+
+    Model-Optimizer gives those that were left out of a student's quantisation a loss of zeros
+    (modelopt/torch/distill/plugins/megatron.py, `_mtp_excluded_from_quantization`); here they are awake
+    because the user wants them trained.
+    """
+    otherwise = model.compute_language_model_loss
+
+    def compute_language_model_loss(self: Any, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        # While asleep the config says that there are none.
+        if self._lm_loss_call_count < (self.config.mtp_num_layers or 0):
+            self._lm_loss_call_count += 1
+            return type(self).compute_language_model_loss(self, labels, logits)
+        return otherwise(labels, logits)
+
+    model.compute_language_model_loss = MethodType(compute_language_model_loss, model)
 
 
 def distillation_objective(settings: LossSettings) -> Objective:
