@@ -53,6 +53,7 @@ class Arrangement:
         batched_p2p: Whether an interleaved schedule batches its sends and receives.
         stages: Megatron's pipeline layout, with one `m` for all MTP layers; None for an even division.
         cuts: How many of HybridModel's layers each (virtual) stage holds; None for an even division.
+        packed: Whether a row holds several samples (THD).
         mtp_in_embedding_group: Whether the process groups know that the MTP stage has an embedding.
         num_microbatches: Microbatches of a step; with few an interleaved schedule is all warm-up.
     """
@@ -70,6 +71,7 @@ class Arrangement:
     batched_p2p: bool = False
     stages: str | None = None
     cuts: tuple[int, ...] | None = None
+    packed: bool = False
     mtp_in_embedding_group: bool = True
     num_microbatches: int = 2
 
@@ -116,6 +118,17 @@ LAYOUTS = [
     Arrangement("ep2-allgather", "EP 2, all-gather", 2, expert=2, dispatcher="allgather"),
     Arrangement("dp2", "DP 2", 2),
     Arrangement("cp2", "CP 2", 2, context=2),
+    Arrangement("packed", "one rank, packed sequences", 1, packed=True),
+    Arrangement("cp2-packed", "CP 2, packed sequences", 2, context=2, packed=True),
+    Arrangement(
+        "tp2-cp2-packed",
+        "TP 2 with sequence parallel x CP 2, packed sequences",
+        4,
+        tensor=2,
+        context=2,
+        sequence_parallel=True,
+        packed=True,
+    ),
     Arrangement(
         "pp3-mtp-alone",
         "PP 3, own layout `Ett|ttm|L`: MTP and loss apart",
@@ -202,7 +215,8 @@ class Case:
         buffers elsewhere because the MTP stage's buffer holds an embedding copy as well.
         """
         has_unread_copy = self.layout.pipeline > 1 and not self.model.tied
-        is_cut_elsewhere = self.optimizer.distributed and self.layout.data > 1 and has_unread_copy
+        is_shared = self.layout.data * self.layout.context > 1
+        is_cut_elsewhere = self.optimizer.distributed and is_shared and has_unread_copy
         return not self.layout.is_mtp_apart and not is_cut_elsewhere
 
 
@@ -224,11 +238,6 @@ class Outcome:
 SUPPORTED = Outcome("supported")
 NO_EXPERTS = Outcome("n/a", "the model has no experts to spread.")
 MOE_NEEDS_SEQUENCE_PARALLEL = Outcome("n/a", "Megatron refuses MoE under TP without sequence parallel.")
-NO_CONTEXT_PARALLEL = Outcome(
-    "n/a",
-    "Megatron's local attention has no context parallelism, only Transformer Engine's has, and it is not"
-    " there on the machines that run the tests.",
-)
 BATCHED_INTERLEAVING = Outcome(
     "refused",
     "both neighbours of a stage are the same rank, and batched sends meet the wrong receives; with overlapped"
@@ -260,8 +269,6 @@ def outcome(model: Kind, layout: Arrangement) -> Outcome:
         return NO_EXPERTS
     if model.moe and layout.tensor > 1 and not layout.sequence_parallel:
         return MOE_NEEDS_SEQUENCE_PARALLEL
-    if layout.context > 1:
-        return NO_CONTEXT_PARALLEL
     if layout.batched_p2p:
         return BATCHED_INTERLEAVING
     if layout.is_mtp_apart and model.pattern is not None:

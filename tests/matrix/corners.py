@@ -22,6 +22,7 @@ from tiny_models import differing
 from torpor import freeze_mtp
 from torpor.checkpoints.folder import open_folder
 from torpor.dormancy.moe_metrics import CountLayersThatRan
+from torpor.megatron import zigzag
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
 
@@ -43,6 +44,25 @@ def losses_without_mtp(cases: Sequence[Case], folder: Path) -> list[list[torch.T
         load_checkpoint(find_latest(folder), chunks)
         losses.append(train(chunks, case)[0]["losses"])
     return losses
+
+
+def train_asleep(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Train with the MTP layers asleep and return what `train` does, of this rank, for each case."""
+    results = []
+    for case in cases:
+        start_layout(case)
+        chunks = build_chunks(case, mtp=True, seed=1)
+        handle = freeze_mtp(chunks)
+        result, optimizer = train(chunks, case)
+        handle.check(optimizer)
+        results.append(result)
+    return results
+
+
+def train_asleep_in_a_row(cases: Sequence[Case]) -> list[dict[str, Any]]:
+    """Do the same with batches that are halved: the first rank takes the first half, the second the rest."""
+    zigzag.zigzag_places = lambda bounds, size: torch.arange(bounds[-1][1]).view(size, -1)
+    return train_asleep(cases)
 
 
 def move_expert_biases(cases: Sequence[Case]) -> list[dict[str, float]]:

@@ -1,15 +1,28 @@
 """Corners of several ranks, each with what goes wrong without the care that is taken."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 
 from matrix import corners
-from matrix.cases import GPT, GPT_MOE, GPT_TIED, HYBRID_MOE, HYBRID_TIED, LAYOUTS, OPTIMIZERS, Case
-from matrix.training import run_cases
+from matrix.cases import (
+    GPT,
+    GPT_LEARNED,
+    GPT_MOE,
+    GPT_TIED,
+    HYBRID_MAMBA_MTP,
+    HYBRID_MOE,
+    HYBRID_TIED,
+    LAYOUTS,
+    OPTIMIZERS,
+    Case,
+)
+from matrix.training import PACKED_ENDS, run_cases
 from matrix.wrong_bypasses import freeze_without_waiting_for_weights, freeze_without_zero_gradients
 from ranks.launch import RankFailedError, run_ranks
+from tiny_models import SEQUENCE, differing, same_bytes
 from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.verify import verify_folders
 from torpor.megatron.checkpointing import find_latest
@@ -90,6 +103,65 @@ def test_tied_folders_are_loaded_trained_and_exported(tmp_path, megatron_rank, p
     assert result["ok"]
     assert result["mtp"]["identical"] == result["mtp"]["tensors"] > 0
     assert result["trunk"]["changed"] == result["trunk"]["tensors"]
+
+
+class TestContextParallel:
+    """Asleep on two context parallel ranks, a model is the one that it is on one rank."""
+
+    MODELS = (GPT, GPT_TIED, GPT_LEARNED, HYBRID_MOE, HYBRID_MAMBA_MTP)
+
+    @pytest.mark.parametrize(("one", "two"), [("single", "cp2"), ("packed", "cp2-packed")])
+    def test_equals_one_rank(self, one, two):
+        """Sums over tokens are taken in another order, in FP32: 1e-5 relative to the largest value.
+
+        Losses of later steps may be ten times that apart, after Adam has divided small gradients by their
+        own size.
+        """
+        recompute = ("none", "full", "selective", "full", "none")
+        whole, *parts = (
+            run_ranks(
+                corners.train_asleep,
+                LAYOUT[name].world,
+                [Case(m, LAYOUT[name], r) for m, r in zip(self.MODELS, recompute, strict=True)],
+            )
+            for name in (one, two)
+        )
+        for expected, first, second in zip(whole[0], *parts[0], strict=True):
+            for name in ("logits", "losses"):
+                for step, row in enumerate(expected[name]):
+                    got = self.in_order(first[name][step], second[name][step], LAYOUT[two])
+                    later = name == "losses" and step >= LAYOUT[two].num_microbatches
+                    self.assert_close(got, row, 1e-4 if later else 1e-5)
+            assert first["grads"].keys() == expected["grads"].keys()
+            for name, gradient in expected["grads"].items():
+                self.assert_close(first["grads"][name], gradient, 1e-5)
+                assert same_bytes(first["grads"][name], second["grads"][name])
+            assert first["grad_norms"] == second["grad_norms"]
+            assert first["grad_norms"][0] == pytest.approx(expected["grad_norms"][0], rel=1e-5)
+            assert differing(first["weights"], second["weights"]) == []
+
+    def in_order(self, first, second, layout):
+        """Put the chunks of two ranks back in order: 0 and 3 on the first, 1 and 2 on the second."""
+        ends = PACKED_ENDS if layout.packed else (0, SEQUENCE)
+        lengths = [(end - begin) // 2 for begin, end in itertools.pairwise(ends)]
+        row = []
+        for early, late in zip(first.split(lengths, 1), second.split(lengths, 1), strict=True):
+            (a, d), (b, c) = early.chunk(2, 1), late.chunk(2, 1)
+            row += [a, b, c, d]
+        return torch.cat(row, 1)
+
+    def assert_close(self, got, expected, tolerance):
+        assert got.shape == expected.shape
+        assert (got - expected).abs().max() <= tolerance * expected.abs().max()
+
+    def test_ranks_that_take_their_chunks_in_a_row_are_caught(self):
+        """Logits of other tokens, whose attention looked at the wrong keys."""
+        case = Case(GPT, LAYOUT["cp2"])
+        (expected,) = run_ranks(corners.train_asleep, 1, [Case(GPT, LAYOUT["single"])])[0]
+        ranks = run_ranks(corners.train_asleep_in_a_row, 2, [case])
+        got = torch.cat([results[0]["logits"][0] for results in ranks], 1)
+        with pytest.raises(AssertionError):
+            self.assert_close(got, expected["logits"][0], 1e-2)
 
 
 class TestExperts:

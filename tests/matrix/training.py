@@ -1,19 +1,22 @@
 """Trains a dormant model and the same trunk built without MTP, and names every bit in which they differ."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from matrix.cases import Case
+from matrix.cases import Arrangement, Case
 from tiny_models import SEQUENCE, batch, build, differing, same_bytes
 from torpor import freeze_mtp
 from torpor.errors import UnsupportedModelError
 
 STEPS = 3
 NUM_LAYERS = 4
+# Where the samples of a packed row end, in chunks that context parallelism cuts once more.
+PACKED_ENDS = (0, 8, 20, 2 * SEQUENCE)
 FINAL_NORMS = ("decoder.final_layernorm.weight", "decoder.final_norm.weight")
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -251,13 +254,14 @@ def _run_schedule(wrapped, case: Case, *, seed: int, results: list, with_labels:
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     seed += 100 * parallel_state.get_data_parallel_rank()
-    batches = [batch(seed=seed + index) for index in range(case.layout.num_microbatches)]
+    batches = [_own_batch(case.layout, seed + index) for index in range(case.layout.num_microbatches)]
     if not with_labels:
         batches = [{**inputs, "labels": None} for inputs in batches]
 
     def finish(output, non_loss_data=False):
         results.append(output.detach().clone())
-        mean = output.float().mean()
+        # The schedule multiplies the loss by the context parallel size.
+        mean = output.float().mean() / case.layout.context
         return output if non_loss_data else (mean, {"loss": mean.detach()})
 
     def step(iterator, model):
@@ -268,11 +272,40 @@ def _run_schedule(wrapped, case: Case, *, seed: int, results: list, with_labels:
         data_iterator=[iter(batches) for _ in wrapped] if len(wrapped) > 1 else iter(batches),
         model=wrapped,
         num_microbatches=case.layout.num_microbatches,
-        seq_length=SEQUENCE,
-        micro_batch_size=2,
+        seq_length=2 * SEQUENCE if case.layout.packed else SEQUENCE,
+        micro_batch_size=1 if case.layout.packed else 2,
         forward_only=not with_labels,
         collect_non_loss_data=not with_labels,
     )
+
+
+def _own_batch(layout: Arrangement, seed: int) -> dict[str, Any]:
+    """Return this context parallel rank's part of a batch, its two rows in one if packed."""
+    from megatron.core import parallel_state
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    from torpor.megatron.zigzag import zigzag_places
+
+    inputs = batch(seed=seed)
+    if not layout.packed and layout.context == 1:
+        return inputs
+    inputs["attention_mask"] = None  # causal all the same
+    ends = torch.tensor(PACKED_ENDS if layout.packed else (0, SEQUENCE), dtype=torch.int32)
+    places = zigzag_places(list(itertools.pairwise(ends.tolist())), layout.context)
+    own = places[parallel_state.get_context_parallel_rank()]
+    if layout.packed:
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in ends.diff()])
+    inputs = {n: None if t is None else t.reshape(-1, int(ends[-1]))[:, own] for n, t in inputs.items()}
+    ends = ends.to(inputs["input_ids"].device)
+    if layout.packed:
+        inputs["packed_seq_params"] = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            max_seqlen_q=int(ends.diff().max()),
+            max_seqlen_kv=int(ends.diff().max()),
+        )
+    return inputs
 
 
 def _main_gradients(chunks, wrapped) -> dict[str, torch.Tensor]:

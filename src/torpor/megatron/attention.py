@@ -27,6 +27,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from torpor.errors import ConfigError, UnsupportedModelError
 from torpor.megatron.packing import sample_bounds
+from torpor.megatron.zigzag import chunk_length
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 
@@ -107,8 +108,7 @@ class TorchDotProductAttention(MegatronModule):
     ) -> Tensor:
         """Attend.
 
-        With context parallel size n, every sample is cut into 2 n equal chunks, and rank r holds chunks r and
-        2 n - 1 - r of it, in this order.
+        Under context parallelism each rank has its part of every sample, see `torpor.megatron.zigzag`.
 
         Args:
             query: [S, B, H, D], any floating-point dtype; packed [S, H, D].
@@ -169,14 +169,8 @@ class TorchDotProductAttention(MegatronModule):
         ).unflatten(0, (size, -1))
         parts = []
         for begin, end in bounds:
-            if (end - begin) % (2 * size):
-                raise ConfigError(
-                    f"a sample of {end - begin} tokens cannot be cut into {2 * size} equal chunks, which "
-                    f"context parallel size {size} needs\n"
-                    f"  Pad samples to a multiple of {2 * size} tokens, or use context parallel size 1."
-                )
+            chunk = chunk_length(end - begin, size)
             here = slice(begin // size, end // size)
-            chunk = (end - begin) // (2 * size)
             # [rank, first or second chunk, chunk, ...] -> the first ones ascend, the second ones descend.
             chunks = gathered[:, here].unflatten(1, (2, chunk))
             sample = torch.cat([chunks[:, 0], chunks[:, 1].flip(0)]).flatten(0, 1)

@@ -8,6 +8,7 @@ To be imported after `torpor.megatron.host.prepare_host`.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_mixer import MambaMixerSubmodules
 from megatron.core.ssm.utils import _split_tensor_factory
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import all_to_all_hp2sp, all_to_all_sp2hp, get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torpor.errors import ConfigError, UnsupportedModelError
 from torpor.megatron.host import CPU, current_device
 from torpor.megatron.packing import sample_bounds
+from torpor.megatron.zigzag import zigzag_places
 
 
 def scan_chunks(
@@ -172,8 +174,8 @@ class GatedGroupNorm(nn.Module):
 class TorchMambaMixer(MegatronModule):
     """Megatron's Mamba-2 mixer (ssm/mamba_mixer.py) without its kernels: same parameters, same checkpoints.
 
-    Trains, under tensor and sequence parallelism. Each sample of a packed row starts from an empty state.
-    Context parallelism and cached inference are refused.
+    Trains, under tensor, sequence and context parallelism. Each sample of a packed row starts from an empty
+    state. Cached inference is refused.
     """
 
     def __init__(
@@ -205,29 +207,30 @@ class TorchMambaMixer(MegatronModule):
             name: Name of the module in the model.
 
         Raises:
-            UnsupportedModelError: Context parallelism.
-            ConfigError: Tensor parallelism that does not divide the heads or the groups.
+            ConfigError: Tensor or context parallelism that does not divide the heads or the groups.
         """
         super().__init__(config)
         assert pg_collection is not None
-        tp_size = pg_collection.tp.size()
+        tp_size, cp_size = pg_collection.tp.size(), pg_collection.cp.size()
         num_heads = config.mamba_num_heads or d_model * expand // config.mamba_head_dim
         num_groups = config.mamba_num_groups
-        if pg_collection.cp.size() > 1:
-            raise UnsupportedModelError(
-                f"context parallel size is {pg_collection.cp.size()}: the plain PyTorch mixer needs "
-                "a whole sequence on one rank\n"
-                "  Use context parallel size 1, or install mamba-ssm on a CUDA machine."
-            )
         if num_heads % tp_size or num_groups % tp_size or num_heads % num_groups:
             raise ConfigError(
                 f"a Mamba layer has {num_heads} heads, {num_groups} groups; tensor parallel size {tp_size}\n"
                 "  Each rank takes whole groups of equal size: tensor parallelism must divide both."
             )
+        own_heads, own_groups = num_heads // tp_size, num_groups // tp_size
+        if own_heads % cp_size or (own_groups % cp_size and cp_size % own_groups):
+            raise ConfigError(
+                f"a Mamba layer has {own_heads} heads, {own_groups} groups on a tensor parallel rank; "
+                f"context parallel size {cp_size}\n"
+                "  Each rank takes as many heads, of whole groups or of one: context parallelism must divide "
+                "the heads, and divide the groups or be a multiple of them."
+            )
         self.layer_number = layer_number
         self.pp_layer_offset = pp_layer_offset
         self.chunk_size = chunk_size
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.state_size = config.mamba_state_dim
         self.head_size = config.mamba_head_dim
         inner = num_heads * self.head_size
@@ -307,7 +310,8 @@ class TorchMambaMixer(MegatronModule):
         """Mix along the sequence.
 
         Args:
-            hidden_states: [S, B, hidden], or [S / tensor parallel size, B, hidden] with sequence parallelism.
+            hidden_states: [S, B, hidden], S tokens of this context parallel rank; with sequence parallelism
+                [S / tensor parallel size, B, hidden].
             inference_context: Refused unless None.
             inference_params: Refused unless None.
             packed_seq_params: Which samples the row is made of, see `torpor.megatron.packing`; B is 1 then.
@@ -317,7 +321,7 @@ class TorchMambaMixer(MegatronModule):
 
         Raises:
             UnsupportedModelError: Inference with a cache.
-            ConfigError: The samples do not make up the row.
+            ConfigError: The samples do not make up the row, or context parallelism does not divide them.
         """
         if inference_context is not None or inference_params is not None:
             raise UnsupportedModelError(
@@ -326,38 +330,77 @@ class TorchMambaMixer(MegatronModule):
                 "  Run the whole sequence in one forward, or install mamba-ssm on a CUDA machine."
             )
         projected_SBE, _ = self.in_proj(hidden_states)
-        if packed_seq_params is None:
-            y_SBI = self._mix(projected_SBE)
-        else:
-            # One after the other: neither the state nor the convolution reaches from one into the next.
-            bounds = sample_bounds(packed_seq_params, projected_SBE.size(0))
-            y_SBI = torch.cat([self._mix(projected_SBE[begin:end]) for begin, end in bounds])
-        return self.out_proj(y_SBI.to(hidden_states.dtype).contiguous())
+        z_SBI, projected_SBE = projected_SBE.split([self.inner, projected_SBE.size(-1) - self.inner], dim=-1)
+        num_tokens = projected_SBE.size(0) * self.cp_group.size()
+        bounds = sample_bounds(packed_seq_params, num_tokens) if packed_seq_params else [(0, num_tokens)]
+        if self.cp_group.size() > 1:
+            places_RS = zigzag_places(bounds, self.cp_group.size()).to(projected_SBE.device)
+            projected_SBE = self._gather_sequence(projected_SBE, places_RS)
+        # One sample after the other: neither the state nor the convolution reaches from one into the next.
+        y_SBI = torch.cat([self._mix(projected_SBE[begin:end]) for begin, end in bounds])
+        if self.cp_group.size() > 1:
+            y_SBI = self._divide_sequence(y_SBI, places_RS)
+        y_SBI = self.norm(y_SBI, z_SBI).to(hidden_states.dtype)
+        return self.out_proj(y_SBI.contiguous())
 
     def _mix(self, projected_SBE: Tensor) -> Tensor:
-        """Return the gated and normed output [S, B, inner] of one sequence, FP32 or wider."""
-        z_BSI, conv_BSE, dt_BSH = projected_SBE.transpose(0, 1).split(
-            [self.inner, sum(self.conv_parts.values()), self.num_heads], dim=-1
-        )
-        x_BSI, B_BSE, C_BSE = self._convolve(conv_BSE).split(list(self.conv_parts.values()), dim=-1)
+        """Return the outputs [S, B, heads x head size] of one whole sequence, FP32 or wider."""
+        cp_size = self.cp_group.size()
+        num_heads, num_groups = self.num_heads // cp_size, max(1, self.num_groups // cp_size)
+        bc = num_groups * self.state_size
+        x_and_bc = num_heads * self.head_size + 2 * bc
+        conv_BSE, dt_BSH = projected_SBE.transpose(0, 1).split([x_and_bc, num_heads], dim=-1)
+        x_BSI, B_BSE, C_BSE = self._convolve(conv_BSE).split([x_and_bc - 2 * bc, bc, bc], dim=-1)
         y_BSHP = scan_chunks(
-            x_BSI.unflatten(-1, (self.num_heads, self.head_size)),
-            F.softplus(dt_BSH.float() + self.dt_bias.float()),
-            -torch.exp(self.A_log.float()),
-            B_BSE.unflatten(-1, (self.num_groups, self.state_size)),
-            C_BSE.unflatten(-1, (self.num_groups, self.state_size)),
-            self.D,
+            x_BSI.unflatten(-1, (num_heads, self.head_size)),
+            F.softplus(dt_BSH.float() + self._own(self.dt_bias).float()),
+            -torch.exp(self._own(self.A_log).float()),
+            B_BSE.unflatten(-1, (num_groups, self.state_size)),
+            C_BSE.unflatten(-1, (num_groups, self.state_size)),
+            self._own(self.D),
             self.chunk_size,
         )
-        return self.norm(y_BSHP.flatten(2), z_BSI).transpose(0, 1)
+        return y_BSHP.flatten(2).transpose(0, 1)
 
     def _convolve(self, x_BSE: Tensor) -> Tensor:
         """Return silu of each channel's causal convolution: a position sees itself and those before it."""
-        width = self.conv1d_weight.size(-1)
-        x_BES = F.pad(x_BSE.transpose(1, 2), (width - 1, 0))
-        return F.silu(
-            F.conv1d(x_BES, self.conv1d_weight, self.conv1d_bias, groups=self.conv1d_weight.size(0))
-        ).transpose(1, 2)
+        weight, bias = (self._own(p, self.conv_parts) for p in (self.conv1d_weight, self.conv1d_bias))
+        x_BES = F.pad(x_BSE.transpose(1, 2), (weight.size(-1) - 1, 0))
+        return F.silu(F.conv1d(x_BES, weight, bias, groups=weight.size(0))).transpose(1, 2)
+
+    # Under context parallelism each rank mixes whole sequences, of its share of the heads, as in Megatron
+    # (ssm/mamba_context_parallel.py).
+
+    def _gather_sequence(self, projected_SBE: Tensor, places_RS: Tensor) -> Tensor:
+        """Return the projections of all tokens, in order, for this rank's share of the heads."""
+        by_rank = self._by_rank(projected_SBE, ("x", "B", "C", "dt"), dim=2).flatten(2)
+        own_SBE = all_to_all_sp2hp(by_rank, group=self.cp_group)
+        return own_SBE.unflatten(0, (-1, projected_SBE.size(1)))[places_RS.flatten().argsort()]
+
+    def _divide_sequence(self, y_SBI: Tensor, places_RS: Tensor) -> Tensor:
+        """Return the outputs of all heads, for this rank's tokens."""
+        own_SBI = all_to_all_hp2sp(y_SBI[places_RS.flatten()], group=self.cp_group)
+        return own_SBI.unflatten(0, (-1, y_SBI.size(1)))
+
+    def _own(self, parameter: Tensor, parts: Iterable[str] = ("dt",)) -> Tensor:
+        """Return of a parameter, one number a head or made up of `parts`, what this rank's heads need."""
+        if self.cp_group.size() == 1:
+            return parameter
+        return self._by_rank(parameter, parts, dim=0)[self.cp_group.rank()]
+
+    def _by_rank(self, packed: Tensor, parts: Iterable[str], dim: int) -> Tensor:
+        """Divide each part of a dimension over the context parallel ranks: [..., rank, own parts, ...].
+
+        With fewer groups than ranks, neighbours whose heads are of the same group have all of it.
+        """
+        size, divided = self.cp_group.size(), []
+        sizes = [self.in_proj_parts[name] for name in parts]
+        for name, part in zip(parts, packed.split(sizes, dim), strict=True):
+            if name in ("B", "C") and self.num_groups < size:
+                groups = part.unflatten(dim, (self.num_groups, self.state_size))
+                part = groups.repeat_interleave(size // self.num_groups, dim).flatten(dim, dim + 1)
+            divided.append(part.unflatten(dim, (size, -1)))
+        return torch.cat(divided, dim + 1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

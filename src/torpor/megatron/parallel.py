@@ -27,16 +27,18 @@ class Layout:
         tensor: Ranks that share the weights of each layer.
         pipeline: Stages that the layers are divided into.
         expert: Ranks that the experts of each MoE layer are divided over.
+        context: Ranks that each sequence is divided over, see `torpor.megatron.zigzag`.
         sequence_parallel: Whether the ranks of a tensor group also divide the sequence between layers.
     """
 
     tensor: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
     sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "expert"):
+        for name in ("tensor", "pipeline", "expert", "context"):
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ConfigError(f"{name} parallel size is {size!r}: it has to be a whole number from 1 up")
@@ -52,20 +54,23 @@ class Layout:
         Raises:
             ConfigError: The world cannot be divided in this way.
         """
-        model = self.tensor * self.pipeline
+        stages = self.tensor * self.pipeline
+        model = stages * self.context
         if world_size % model:
+            context = f" x context {self.context}" if self.context > 1 else ""
             raise ConfigError(
-                f"{world_size} ranks cannot be divided by tensor {self.tensor} x pipeline {self.pipeline} "
-                f"= {model}\n"
+                f"{world_size} ranks cannot be divided by tensor {self.tensor} x pipeline {self.pipeline}"
+                f"{context} = {model}\n"
                 f"  Start a multiple of {model} ranks, or choose sizes whose product divides {world_size}."
             )
         # Megatron keeps the experts' tensor parallel size equal to that of the other layers.
-        expert_model = model * self.expert
+        expert_model = stages * self.expert
         if world_size % expert_model:
+            axes = "data and context" if self.context > 1 else "data"
             raise ConfigError(
                 f"{world_size} ranks cannot be divided by tensor {self.tensor} x pipeline {self.pipeline} x "
                 f"expert {self.expert} = {expert_model}\n"
-                f"  Experts are divided over the {world_size // model} data parallel ranks:\n"
+                f"  Experts are divided over the {world_size // stages} {axes} parallel ranks:\n"
                 "  choose an expert parallel size that divides that number."
             )
         return world_size // model
@@ -164,6 +169,7 @@ def initialize(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         expert_model_parallel_size=layout.expert,
+        context_parallel_size=layout.context,
         distributed_timeout_minutes=timeout_minutes,
         # The default embedding ranks are the first and the last stage. MTP sits on the last stage as long as
         # no stage layout is given, so its embedding is among those that are kept equal.

@@ -28,6 +28,8 @@ def _no_torchrun(monkeypatch, no_process_groups):
         (Layout(tensor=2, pipeline=2), 8, 2),
         (Layout(expert=2), 4, 4),
         (Layout(tensor=2, expert=2), 4, 2),
+        (Layout(context=2, pipeline=2), 8, 2),
+        (Layout(context=2, expert=4), 4, 2),
     ],
 )
 def test_what_is_left_of_a_world_is_data_parallel(layout: Layout, world: int, data: int) -> None:
@@ -41,6 +43,8 @@ def test_what_is_left_of_a_world_is_data_parallel(layout: Layout, world: int, da
         (Layout(tensor=2, pipeline=3), 4, r"4 ranks cannot be divided by tensor 2 x pipeline 3 = 6"),
         (Layout(expert=3), 4, r"4 ranks cannot be divided by .* x expert 3 = 3"),
         (Layout(tensor=2, expert=2), 6, r"over the 3 data parallel ranks"),
+        (Layout(context=4), 2, r"2 ranks cannot be divided by tensor 1 x pipeline 1 x context 4 = 4"),
+        (Layout(context=2, expert=3), 4, r"over the 4 data and context parallel ranks"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(layout: Layout, world: int, message: str) -> None:
@@ -49,7 +53,7 @@ def test_layouts_that_do_not_fit_are_refused(layout: Layout, world: int, message
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, "2", True, None])
-@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert"])
+@pytest.mark.parametrize("name", ["tensor", "pipeline", "expert", "context"])
 def test_sizes_are_whole_numbers_from_one(name: str, size) -> None:
     with pytest.raises(ConfigError, match=f"{name} parallel size is {size!r}"):
         Layout(**{name: size})
