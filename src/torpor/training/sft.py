@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from torpor.megatron.hidden_states import OutputProjection, hand_over_projection
+from torpor.training.log_probs import log_probs_and_entropy
 from torpor.training.loop import LossFunction, Metrics, Objective
 from torpor.training.samples import SampleBatch
 
@@ -13,36 +15,44 @@ def sft_objective() -> Objective:
     """Cross-entropy summed over the response tokens of a step, to be divided by their number.
 
     For models built with `per_token_loss`: every response token of a global batch counts the same, in
-    whichever micro-batch and on whichever rank it is. Where MTP layers are awake, Megatron adds their loss,
-    over the same tokens, to the gradients.
+    whichever micro-batch and on whichever rank it is. Logits exist one chunk of tokens at a time. Where MTP
+    layers are awake, Megatron adds their loss, over the same tokens, to the gradients.
     """
-
     from torpor.megatron.padding import router_padding_mask
 
     def forward_step(
         batches: Iterator[SampleBatch], model: torch.nn.Module
     ) -> tuple[torch.Tensor, LossFunction]:
         batch = next(batches)
-        output = model(
-            input_ids=batch.tokens_BS,
-            position_ids=batch.positions_BS,
-            attention_mask=None,
-            labels=batch.labels_BS,
-            loss_mask=batch.loss_mask_BS,
-            packed_seq_params=_packed_seq_params(batch.cu_seqlens),
-            padding_mask=router_padding_mask(model, batch.padding_mask_BS),
-        )
-        return output, lambda losses_BS: _sum_over_responses(losses_BS, batch.loss_mask_BS)
+        with hand_over_projection(model) as handover:
+            output = model(
+                input_ids=batch.tokens_BS,
+                position_ids=batch.positions_BS,
+                attention_mask=None,
+                labels=batch.labels_BS,
+                loss_mask=batch.loss_mask_BS,
+                packed_seq_params=_packed_seq_params(batch.cu_seqlens),
+                padding_mask=router_padding_mask(model, batch.padding_mask_BS),
+            )
+
+        def loss(_: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+            projection = handover.take()
+            assert projection is not None, "the schedule asks the last stage alone"
+            return _sum_over_responses(projection, batch)
+
+        return output, loss
 
     return Objective(forward_step)
 
 
 def _sum_over_responses(
-    losses_BS: torch.Tensor, loss_mask_BS: torch.Tensor
+    projection: OutputProjection, batch: SampleBatch
 ) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
-    total = (losses_BS.float() * loss_mask_BS).sum()
-    count = loss_mask_BS.sum()
-    return total, count.to(torch.int32), {"loss": torch.stack([total.detach(), count])}
+    log_probs_N, _ = log_probs_and_entropy(projection, batch.labels_BS.t().flatten())
+    loss_mask_N = batch.loss_mask_BS.t().flatten()
+    total = -(log_probs_N * loss_mask_N).sum()
+    count = loss_mask_N.sum()
+    return total, count.to(torch.int32), {"loss": torch.stack([total.detach(), count.to(total.dtype)])}
 
 
 def _packed_seq_params(cu_seqlens: torch.Tensor | None) -> Any:
