@@ -286,8 +286,8 @@ def test_heads_that_changed_during_the_run_are_not_exported(work, monkeypatch):
 def test_an_export_that_differs_from_its_source_fails(work, monkeypatch):
     real = distill_module.export_folder
 
-    def damage(checkpoint, source, out, *, mtp):
-        real(checkpoint, source, out, mtp=mtp)
+    def damage(checkpoint, source, out, **options):
+        real(checkpoint, source, out, **options)
         file = next(iter(sorted(out.glob("*.safetensors"))))
         entry = next(
             entry
