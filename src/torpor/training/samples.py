@@ -168,6 +168,7 @@ class SampleRows(Windows):
             "truncate", which keeps their beginning.
         held_out: share of the rows kept for evaluation; at least one row if it is not 0.
         seed: decides the split and the order.
+        multiple_of: what the number of places of each sample is padded to a multiple of; divides S.
 
     Raises:
         ConfigError: a sample is too long and is not to be dropped or truncated, or there are too few rows.
@@ -182,6 +183,7 @@ class SampleRows(Windows):
         excess_length_strategy: Literal["raise", "drop", "truncate"],
         held_out: float,
         seed: int,
+        multiple_of: int = 1,
     ):
         self._samples, self._packing, self._length = samples, packing, sequence_length
         self._strategy = excess_length_strategy
@@ -207,8 +209,10 @@ class SampleRows(Windows):
         )
         kept = ~too_long | (excess_length_strategy == "truncate")
         chosen = np.flatnonzero(kept & (responses > 0))
-        self._places = places
-        self._rows = pack_best_fit(chosen, places, sequence_length) if packing else [[int(i)] for i in chosen]
+        self._places, self._widths = places, -(-places // multiple_of) * multiple_of
+        self._rows = (
+            pack_best_fit(chosen, self._widths, sequence_length) if packing else [[int(i)] for i in chosen]
+        )
         self.counts = SampleCounts(
             used=len(chosen),
             too_long=int(too_long.sum()),
@@ -242,9 +246,10 @@ class SampleRows(Windows):
                 tokens[row, here] = self._samples.tokens[start : start + count]
                 labels[row, here] = self._samples.tokens[start + 1 : start + 1 + count]
                 loss_mask[row, here] = self._samples.is_response[start + 1 : start + 1 + count]
-                positions[row, here] = np.arange(count)
                 padding_mask[row, here] = False
-                place += count
+                width = int(self._widths[sample])
+                positions[row, place : place + width] = np.arange(width)
+                place += width
                 ends.append(place)
             if place < self._length:
                 positions[row, place:] = np.arange(self._length - place)

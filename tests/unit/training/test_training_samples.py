@@ -90,6 +90,28 @@ def test_a_packed_row_says_where_its_samples_end_and_padding_is_a_sample_of_its_
     assert prepare(tmp_path, packing=False).batch([0], CPU).cu_seqlens is None
 
 
+def test_samples_of_a_row_can_be_padded_to_lengths_that_divide(tmp_path):
+    plain = prepare(tmp_path)
+    (folder,) = (tmp_path / "tokens").iterdir()
+    rows = samples.SampleRows(
+        samples.Samples(folder),
+        sequence_length=96,
+        packing=True,
+        excess_length_strategy="raise",
+        held_out=0.0,
+        seed=1,
+        multiple_of=4,
+    )
+    for row in range(len(rows.training)):
+        batch = rows.batch([row], CPU)
+        lengths = batch.cu_seqlens.diff()
+        assert not (lengths % 4).any()
+        assert (batch.positions_BS[0] == 0).nonzero().flatten().tolist() == batch.cu_seqlens[:-1].tolist()
+        assert not (batch.loss_mask_BS[batch.padding_mask_BS] != 0).any()
+    assert rows.counts.filled == plain.counts.filled
+    assert rows.counts.response == plain.counts.response
+
+
 def test_what_is_done_with_long_samples_has_to_be_said(tmp_path):
     records = [*RECORDS, chat("x", "y" * 200)]
     with pytest.raises(ConfigError) as caught:
