@@ -153,8 +153,14 @@ def compute_log_probs(
         for chunk, was_training in zip(chunks, were_training, strict=True):
             chunk.train(was_training)
     dtype = torch.promote_types(find_language_model(chunks[0]).config.params_dtype, torch.float32)
-    empty_BS = torch.empty(tokens.shape, dtype=dtype, device=tokens.device)
-    return {name: _from_last_stage(name, outputs, empty_BS) for name in ("log_probs", "entropy")}
+    return {
+        name: _from_last_stage(
+            torch.cat([output[name] for output in outputs])
+            if outputs
+            else torch.empty(tokens.shape, dtype=dtype, device=tokens.device)
+        )
+        for name in ("log_probs", "entropy")
+    }
 
 
 def _refuse_awake(language_model: Any) -> None:
@@ -182,11 +188,7 @@ def _check_inputs(config: Any, num_tokens: int, context_size: int, temperature: 
 
 
 class _Context:
-    """Which tokens each context-parallel rank works on.
-
-    Each sequence is cut into 2 n chunks for n ranks, and rank r works on chunks r and 2 n - 1 - r: Megatron's
-    way of giving all ranks as much attention to compute.
-    """
+    """Which tokens each context-parallel rank works on, see `torpor.megatron.zigzag`."""
 
     def __init__(self, group: Any, held_RS: torch.Tensor | None) -> None:
         """Take the places [r, s / r] that each rank holds, in its own order; None for all on one rank."""
@@ -200,20 +202,10 @@ class _Context:
         if num_ranks == 1:
             return cls(group, None)
         from torpor.megatron.packing import sample_bounds
+        from torpor.megatron.zigzag import zigzag_places
 
-        places_S = torch.arange(num_tokens, device=tokens.device)
-        held: list[list[torch.Tensor]] = [[] for _ in range(num_ranks)]
-        for begin, end in sample_bounds(packed, num_tokens) if packed else [(0, num_tokens)]:
-            if (end - begin) % (2 * num_ranks):
-                raise ConfigError(
-                    f"a sequence of {end - begin} tokens cannot be cut into the {2 * num_ranks} equal chunks"
-                    f" that context parallelism over {num_ranks} ranks needs\n"
-                    f"  Pad sequences on the right to a multiple of {2 * num_ranks}."
-                )
-            chunks = places_S[begin:end].chunk(2 * num_ranks)
-            for rank, places in enumerate(held):
-                places += [chunks[rank], chunks[-1 - rank]]
-        return cls(group, torch.stack([torch.cat(places) for places in held]))
+        bounds = sample_bounds(packed, num_tokens) if packed else [(0, num_tokens)]
+        return cls(group, zigzag_places(bounds, num_ranks).to(tokens.device))
 
     def take(self, values_BS: torch.Tensor) -> torch.Tensor:
         """Return what this rank works on [b, s / r]."""
@@ -282,10 +274,10 @@ def _aligned(values_BS: torch.Tensor, is_first_BS: torch.Tensor) -> torch.Tensor
     return values_BS.roll(1, dims=1).masked_fill(is_first_BS, 0.0)
 
 
-def _from_last_stage(name: str, outputs: Sequence[Any], empty_BS: torch.Tensor) -> torch.Tensor:
+def _from_last_stage(values_BS: torch.Tensor) -> torch.Tensor:
+    """Return the last stage's values on every stage; those of the others are overwritten."""
     from megatron.core import parallel_state
 
-    values_BS = torch.cat([output[name] for output in outputs]) if outputs else empty_BS
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         torch.distributed.broadcast(
             values_BS,

@@ -327,5 +327,5 @@ def test_context_parallel_ranks_hold_a_chunk_of_each_end():
     ]
     row = torch.arange(12)[None]
     assert policy._Context.of(Group(2, 1), row, pack([4, 8])).take(row)[0].tolist() == [1, 2, 6, 7, 8, 9]
-    with pytest.raises(ConfigError, match=r"6 tokens cannot be cut into the 4 equal chunks"):
+    with pytest.raises(ConfigError, match=r"6 tokens cannot be cut into 4 equal chunks"):
         policy._Context.of(Group(2, 0), row, pack([6, 6]))

@@ -425,6 +425,7 @@ def _parallel_fields(layout: Layout, dtype: torch.dtype) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
+        "context_parallel_size": layout.context,
         "expert_model_parallel_size": layout.expert,
         "sequence_parallel": layout.sequence_parallel,
         "params_dtype": dtype,
