@@ -57,7 +57,7 @@ def forward(
 
     Args:
         model: This rank's chunk of a GPTModel or HybridModel after `freeze_mtp`, wrapped or not.
-        tokens: Token ids [b, s], int64, the same on every tensor-parallel rank.
+        tokens: Token ids [b, s], int64, the same on all ranks but data-parallel ones.
         temperature: Divides the logits; the one that the rollout was drawn with.
         position_ids: Positions [b, s]; from 0 in each sequence by default.
         packed_seq_params: Where the sequences of one packed row [1, s] begin, in the "thd" format.
@@ -134,7 +134,7 @@ def compute_log_probs(
     def forward_step(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> Any:
         return forward(chunk, next(batches), temperature=temperature), lambda output, non_loss_data: output
 
-    were_training = [chunk.training for chunk in chunks]
+    modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     try:
         for chunk in chunks:
             chunk.eval()
@@ -150,8 +150,8 @@ def compute_log_probs(
                 collect_non_loss_data=True,
             )
     finally:
-        for chunk, was_training in zip(chunks, were_training, strict=True):
-            chunk.train(was_training)
+        for module, was_training in modes:
+            module.training = was_training
     dtype = torch.promote_types(find_language_model(chunks[0]).config.params_dtype, torch.float32)
     return {
         name: _from_last_stage(

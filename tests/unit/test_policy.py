@@ -220,10 +220,12 @@ class TestComputeLogProbs:
         model = build(GPT_MOE)
         handle = freeze_mtp(model)
         model.train()
+        model.decoder.eval()  # a part that is in another mode than the whole
         tokens = torch.cat([TOKENS, TOKENS.flip(1)])
         values = policy.compute_log_probs(model, tokens, temperature=0.7, micro_batch_size=2)
         expected = policy.forward(model, tokens, temperature=0.7)
         assert model.training
+        assert not model.decoder.training
         for name, value in values.items():
             assert not value.requires_grad
             assert (value - expected[name]).abs().max() < 1e-5
