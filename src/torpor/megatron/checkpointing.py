@@ -429,6 +429,7 @@ def _current_layout() -> dict[str, int]:
         "tensor": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "context": parallel_state.get_context_parallel_world_size(),
         "data": parallel_state.get_data_parallel_world_size(),
     }
 
@@ -461,10 +462,10 @@ def _check_resumable(checkpoint: Path, state: TrainingState, optimizer: Megatron
             f"{checkpoint} holds the state of {state.optimizer or 'no'} optimizer; this run's is {kind}\n"
             "  Use the same kind, or load the weights alone."
         )
-    differing = [axis for axis in layout if state.layout.get(axis) != layout[axis]]
+    differing = [axis for axis in layout if state.layout.get(axis, 1) != layout[axis]]
     if differing:
         sizes = ", ".join(
-            f"{axis} {state.layout.get(axis)} there and {layout[axis]} here" for axis in differing
+            f"{axis} {state.layout.get(axis, 1)} there and {layout[axis]} here" for axis in differing
         )
         raise CheckpointError(
             f"{checkpoint} was written at another parallel layout: {sizes}; "
@@ -490,7 +491,10 @@ def _check_tensors(checkpoint: Path, sharded: dict[str, Any]) -> None:
     stored = load_tensors_metadata(str(checkpoint))
     for name, shape in sorted(wanted.items()):
         if name not in stored:
-            raise CheckpointError(f"{checkpoint} has no {name}, which this model or its optimizer needs")
+            raise CheckpointError(
+                f"{checkpoint} has no {name}, which this model or its optimizer needs\n"
+                "  Build the model as the run that wrote it did, with its MTP layers and its quantisers or without."
+            )
         if tuple(stored[name].global_shape) != shape:
             raise CheckpointError(
                 f"{name} has shape {tuple(stored[name].global_shape)} in {checkpoint} and {shape} here"
@@ -503,7 +507,7 @@ def _check_tensors(checkpoint: Path, sharded: dict[str, Any]) -> None:
     if unclaimed:
         raise CheckpointError(
             f"{checkpoint} holds {unclaimed[0]} and {len(unclaimed) - 1} more that nothing here takes\n"
-            "  Build the model as the run that wrote it did."
+            "  Build the model as the run that wrote it did, with its MTP layers and its quantisers or without."
         )
 
 

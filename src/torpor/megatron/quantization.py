@@ -18,30 +18,37 @@ from torpor.checkpoints.inspect import MODELOPT_NAME
 from torpor.checkpoints.name_map import Entry
 from torpor.errors import CheckpointError, ConfigError
 from torpor.megatron import capabilities
+from torpor.megatron.parallel import Layout
 
 _PRESETS: Final = {"fp8": "FP8_DEFAULT_CFG", "nvfp4": "NVFP4_DEFAULT_CFG"}
 
 
-def check_format(name: str, *, num_experts: int | None) -> None:
-    """Check that a model can be trained in a format here.
+def check_format(name: str, layout: Layout, *, has_experts: bool) -> None:
+    """Check that a model can be trained in a format here, at a layout.
 
     Args:
         name: "fp8" or "nvfp4".
-        num_experts: Of the model; None without a mixture of experts.
+        layout: Of the model.
+        has_experts: Whether the model has a mixture of experts.
 
     Raises:
-        ConfigError: This machine cannot compute in the format, or the model has experts.
+        ConfigError: This machine cannot compute in the format, or the model's experts cannot be quantised at
+            this layout or with what is installed.
     """
     if name == "nvfp4" and not capabilities.has_block_quantization():
         raise ConfigError(
             "`quantize` is nvfp4, and Model-Optimizer quantises blocks on CUDA only; there is none here\n"
             "  Use fp8 on this machine, or run it on one with a GPU."
         )
-    if num_experts:
+    if has_experts and capabilities.has_transformer_engine():
         raise ConfigError(
-            f"`quantize` is {name}, and the student has {num_experts} experts: Model-Optimizer names"
-            " quantised experts in another way in distributed checkpoints, which cannot be exported\n"
-            "  Leave `quantize` out, or use a student without a mixture of experts."
+            f"`quantize` is {name}, and the student's experts are Transformer Engine's grouped ones, whose"
+            " scales cannot be exported yet\n  Uninstall Transformer Engine, or leave `quantize` out."
+        )
+    if layout.tensor > 1 and layout.expert > 1:
+        raise ConfigError(
+            f"`quantize` is {name}, `tensor_parallel` {layout.tensor} and `expert_parallel` {layout.expert}:"
+            " Model-Optimizer quantises experts with one of the two\n  Set the other to 1."
         )
 
 
@@ -59,21 +66,44 @@ def fake_quantize(
         name: "fp8" or "nvfp4".
         with_mtp: Whether MTP layers are quantised too.
         calibrate: Runs forwards of the model; called once.
+
+    Raises:
+        ConfigError: A weight's rows do not divide into the format's blocks.
     """
     import modelopt.torch.quantization as mtq
-    from megatron.core.transformer.mlp import MLP
+    from modelopt.torch.opt.plugins.megatron import _MegatronMLP
+    from modelopt.torch.quantization.plugins.megatron import _MegatronSequentialMLP
 
     preset = copy.deepcopy(getattr(mtq, _PRESETS[name]))
     if with_mtp:
         rules = preset["quant_cfg"]
         preset["quant_cfg"] = [rule for rule in rules if not rule["quantizer_name"].startswith("mtp")]
-    mtq.quantize(chunk, preset, lambda _: calibrate())
+
+    def check_and_calibrate(_: torch.nn.Module) -> None:
+        _check_blocks(chunk, name)
+        calibrate()
+
+    mtq.quantize(chunk, preset, check_and_calibrate)
     for module in chunk.modules():
-        if isinstance(module, MLP):
-            # Model-Optimizer's would rename a gated MLP's weights in checkpoints, for the sake of scales that
-            # have a row for each of theirs (modelopt/torch/opt/plugins/megatron.py, `_MegatronMLP`). In these
-            # formats a layer has one scale.
-            module.sharded_state_dict = MethodType(MLP.sharded_state_dict, module)
+        if isinstance(module, _MegatronMLP | _MegatronSequentialMLP):
+            # Theirs would rename the weights of experts and of gated MLPs in checkpoints, for the sake of
+            # scales that have a row for each of the weight's. In these formats a layer has one scale.
+            module.sharded_state_dict = MethodType(module.original_cls.sharded_state_dict, module)
+
+
+def _check_blocks(chunk: torch.nn.Module, name: str) -> None:
+    """Check what packing will need, before a model is trained that cannot be packed."""
+    layers: dict[str, Any] = dict(chunk.named_modules())
+    for layer_name, layer in layers.items():
+        quantizer = getattr(layer, "weight_quantizer", None)
+        if quantizer is None or not quantizer.is_enabled or not quantizer.block_sizes:
+            continue
+        block, columns = quantizer.block_sizes[-1], layer.weight.shape[-1]
+        if columns % block:
+            raise ConfigError(
+                f"`quantize` is {name}, whose blocks are {block} values of a row: {layer_name}.weight has"
+                f" {columns} in each row on a rank\n  Use fp8 or, if it is divided, less `tensor_parallel`."
+            )
 
 
 class QuantizedExport:
@@ -120,7 +150,8 @@ class QuantizedExport:
         Args:
             entry: The weight's; several Hugging Face weights of one entry share their scales.
             tensors: Hugging Face's weights [out, in], in the dtype of training.
-            weight_amax: One element: the largest absolute value of the weight when it was calibrated.
+            weight_amax: The largest absolute value of the weight when it was calibrated, one element; of
+                experts one each.
             input_amax: The same of the layer's input.
 
         Source:
@@ -128,8 +159,10 @@ class QuantizedExport:
         """
         from modelopt.torch.export import quant_utils
 
-        for hf, weight in zip(entry.hf_names, tensors, strict=True):
-            layer = self._layer(weight, weight_amax, input_amax)
+        weights_per_scale = len(tensors) // weight_amax.numel()
+        for index, (hf, weight) in enumerate(zip(entry.hf_names, tensors, strict=True)):
+            expert = index // weights_per_scale
+            layer = self._layer(weight, weight_amax.view(-1)[expert], input_amax.view(-1)[expert])
             scale = quant_utils.get_weight_scaling_factor(layer)
             scale = scale.squeeze() if scale.numel() == 1 else scale
             scale_2 = quant_utils.get_weight_scaling_factor_2(layer)
@@ -187,6 +220,6 @@ class QuantizedExport:
             rules = getattr(mtq, _PRESETS[self._name])["quant_cfg"]
             (attributes,) = (r["cfg"] for r in rules if r["quantizer_name"] == f"*{quantizer}" and "cfg" in r)
             module = TensorQuantizer(QuantizerAttributeConfig(**attributes))
-            module.amax = amax.reshape(())
+            module.amax = amax
             setattr(layer, quantizer, module)
         return layer

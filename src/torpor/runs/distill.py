@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from torpor.checkpoints.families import count_mtp_layers
 from torpor.checkpoints.folder import Folder
-from torpor.checkpoints.quantization import find_quantization
 from torpor.errors import ConfigError
 from torpor.megatron.models import build_model, build_transformer_config
 from torpor.megatron.parallel import Layout
@@ -90,15 +89,10 @@ def _check_inputs(config: DistillConfig) -> Recipe:
 
 def _check_quantizable(config: DistillConfig, student: Folder, layout: Layout) -> None:
     assert config.quantize is not None
-    if find_quantization(student.config) is not None:
-        raise ConfigError(
-            f"`quantize` is {config.quantize}, and {student.path} is quantised already: its config.json has a"
-            " quantization_config\n  Give the student in plain weights."
-        )
     if config.quantize_mtp and not count_mtp_layers(student).declared:
         raise ConfigError(f"`quantize_mtp` is set, and {student.path} has no MTP layers\n  Leave it out.")
     built = build_transformer_config(student.config, layout, model_dtype(config))
-    check_format(config.quantize, num_experts=built.num_moe_experts)
+    check_format(config.quantize, layout, has_experts=bool(built.num_moe_experts))
 
 
 def _describe_quantization(config: DistillConfig, student: Folder) -> list[str]:

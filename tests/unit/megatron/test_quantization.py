@@ -18,19 +18,20 @@ from torpor.megatron.parallel import Layout
 from torpor.megatron.weights import export_folder, load_weights
 from torpor.modelopt import should_freeze_mtp
 
+# Rows of whole blocks.
+SIZES = {"mimo": {}, "nemotron_h": {"moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 32}}
 WRITERS = {"mimo": tiny.write_mimo, "nemotron_h": tiny.write_nemotron_h}
-OPTIONS = {"mimo": {}, "nemotron_h": {"pattern": "M*-M", "mtp_pattern": "*-"}}
 
 
 @pytest.fixture(scope="module", params=WRITERS)
 def source(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("source") / request.param
-    WRITERS[request.param](path, dtype=torch.bfloat16, **OPTIONS[request.param])
+    WRITERS[request.param](path, dtype=torch.bfloat16, **SIZES[request.param])
     return open_folder(path)
 
 
-def build(source, dtype=torch.bfloat16):
-    chunks = build_model(source.config, Layout(), dtype)
+def build(source, dtype=torch.bfloat16, **options):
+    chunks = build_model(source.config, Layout(), dtype, **options)
     load_weights(chunks, source)
     return chunks[0]
 
@@ -166,6 +167,17 @@ def test_one_topology_throughout(source, tmp_path):
 
 
 @pytest.mark.usefixtures("megatron_rank")
+def test_heads_dropped_when_it_was_quantised_are_missed_by_name(source, tmp_path):
+    """Quantised without MTP layers, continued with them: the first key is named, and what to do."""
+    checkpoint = save(quantize(build(source, mtp=False)), tmp_path)
+    with pytest.raises(CheckpointError, match=r"has no mtp\.layers\.0\.\S+.*\n.*with its MTP layers"):
+        checkpointing.load_checkpoint(checkpoint, [quantize(build(source))])
+    # The source's heads are not lost: they are exported from its folder.
+    export_folder(checkpoint, source, tmp_path / "export", quantize="fp8")
+    assert verify_folders(source.path, tmp_path / "export").ok
+
+
+@pytest.mark.usefixtures("megatron_rank")
 def test_heads_left_out_are_put_to_sleep_and_quantised_ones_are_not(source):
     assert should_freeze_mtp(build(source)), "nothing is quantised"
     left_out = quantize(build(source))
@@ -204,9 +216,33 @@ def test_quantised_heads_that_were_trained_are_exported_quantised(source, tmp_pa
 
 @pytest.mark.usefixtures("megatron_rank")
 def test_what_cannot_be_done_here_is_refused_by_name():
-    quantization.check_format("fp8", num_experts=None)
-    with pytest.raises(ConfigError, match="2 experts"):
-        quantization.check_format("fp8", num_experts=2)
+    quantization.check_format("fp8", Layout(), has_experts=True)
+    with pytest.raises(ConfigError, match="`expert_parallel` 2"):
+        quantization.check_format("fp8", Layout(tensor=2, expert=2, sequence_parallel=True), has_experts=True)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"nvfp4.*CUDA"):
-            quantization.check_format("nvfp4", num_experts=None)
+            quantization.check_format("nvfp4", Layout(), has_experts=False)
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_rows_that_are_no_whole_blocks_are_refused_before_training(tmp_path):
+    source = open_folder(tiny.write_nemotron_h(tmp_path / "source", moe_intermediate_size=24))
+    with pytest.raises(ConfigError, match=r"blocks are 16 values.*linear_fc2.weight has 24"):
+        quantize(build(source), "nvfp4")
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_every_expert_has_scales_of_its_own(tmp_path):
+    """Experts of very different size: each exported one is near what it was."""
+    source = open_folder(tiny.write_nemotron_h(tmp_path / "source", pattern="E", mtp_pattern="*"))
+    model = build(source, torch.float32)
+    with torch.no_grad():
+        for index, expert in enumerate(model.get_submodule("decoder.layers.0.mlp.experts.local_experts")):
+            expert.linear_fc1.weight.fill_(10.0**index)
+    quantize(model)
+    export_folder(save(model, tmp_path), source, tmp_path / "export", quantize="fp8")
+    export = open_folder(tmp_path / "export")
+    for index in range(4):
+        name = f"backbone.layers.0.mixer.experts.{index}.up_proj.weight"
+        served = export.read_tensor(name).float() * export.read_tensor(f"{name}_scale")
+        torch.testing.assert_close(served, torch.full_like(served, 10.0**index))

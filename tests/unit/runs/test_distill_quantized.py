@@ -148,7 +148,6 @@ def test_what_cannot_be_quantised_is_refused_before_anything_is_written(work):
     refuse(work, "`quantize_mtp`", "`quantize`", quantize=None, calib_size=None, quantize_mtp=True)
     refuse(work, "`calib_size`", "`quantize`", quantize=None)
     refuse(work, "nvfp4", "CUDA", quantize="nvfp4")
-    for name in ("teacher", "student"):
-        shutil.rmtree(work / name)
-        tiny.write_nemotron_h(work / name)
-    refuse(work, "experts")
+    shutil.rmtree(work / "student")
+    tiny.write_mimo(work / "student", num_mtp=0)
+    refuse(work, "`quantize_mtp`", "no MTP layers", quantize_mtp=True)
