@@ -161,6 +161,22 @@ class DormantMTP:
             optimizer_checked=optimizer is not None,
         )
 
+    def renew_baseline_at_first_forward(self) -> None:
+        """Let the proof begin with the next forward: what the retained tensors hold then is the baseline.
+
+        For trainers that wrap the model first and then copy weights into its parameters, past
+        `load_state_dict`. Nothing can have trained before the first forward.
+        """
+        hooks: list[torch.utils.hooks.RemovableHandle] = []
+
+        def renew(*_: Any) -> None:
+            for hook in hooks:
+                hook.remove()
+            self._baseline = self.fingerprint()
+
+        hooks += [site.model.register_forward_pre_hook(renew) for site in self._sites]
+        self._hooks += hooks
+
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Run the MTP layers normally inside the block, for instance to measure their acceptance.

@@ -23,6 +23,8 @@ class PreWrapHook:
     def __call__(self, chunks: Sequence[_Chunk]) -> list[_Chunk]:
         """Freeze the MTP layers of a model that is not wrapped yet.
 
+        Weights may still be loaded until its first forward, in whatever way.
+
         Args:
             chunks: This rank's model chunks, before DDP.
 
@@ -32,14 +34,16 @@ class PreWrapHook:
         Raises:
             UnsupportedModelError: as `freeze_mtp` does.
         """
-        self.handles.append(freeze_mtp(chunks))
+        handle = freeze_mtp(chunks)
+        handle.renew_baseline_at_first_forward()
+        self.handles.append(handle)
         return list(chunks)
 
 
 def pre_wrap_hook() -> PreWrapHook:
     """Return `freeze_mtp` as a hook that is given a model's chunks before they are wrapped.
 
-    Megatron-Bridge takes such hooks: register it after the one that loads the weights.
+    Megatron-LM, Megatron-Bridge and what is built on it take such hooks; docs/trainers has a page for each.
 
     Example:
         >>> hook = torpor.pre_wrap_hook()             # doctest: +SKIP
@@ -48,6 +52,7 @@ def pre_wrap_hook() -> PreWrapHook:
         >>> hook.handles[0].check(optimizer)          # doctest: +SKIP
 
     Source:
-        Megatron-Bridge, src/megatron/bridge/models/model_provider.py, `register_pre_wrap_hook`.
+        Megatron-LM, megatron/training/models/base.py, `ModelConfig.pre_wrap_hooks`; Megatron-Bridge,
+        src/megatron/bridge/models/model_provider.py, `register_pre_wrap_hook`.
     """
     return PreWrapHook()
