@@ -239,11 +239,12 @@ class LoraSettings(_Settings):
         description="names of linear layers, the checkpoint's or Megatron-Core's; or all-linear"
     )
 
-    @field_validator("target_modules", mode="after")
+    @field_validator("target_modules", mode="before")
     @classmethod
     def _check_targets(cls, value: Any) -> Any:
-        if not value:
-            raise ValueError("names no layer")
+        is_list = isinstance(value, list) and value and all(isinstance(name, str) for name in value)
+        if not is_list and value != "all-linear":
+            raise ValueError("needs a list of names, or all-linear")
         return value
 
 

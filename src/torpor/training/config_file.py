@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import ValidationError
@@ -97,23 +97,33 @@ def read_config[Config: RunConfig](
 
 def _explain(kind: type[RunConfig], path: Path, error: ValidationError) -> str:
     """One line per problem, each with the file, the key, its value and what it should be."""
-    known = list(kind.model_fields)
     lines = []
     for problem in error.errors():
         key = ".".join(str(part) for part in problem["loc"])
         value = problem["input"]
         if problem["type"] == "extra_forbidden":
+            known = list(_settings_like(kind, problem["loc"]))
             near = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"the settings are: {', '.join(known)}"
             lines.append(f"{path}: `{key}` (with the value {value!r}) is not a setting\n  {hint}")
         elif problem["type"] == "missing":
-            purpose = kind.model_fields[key].description
+            purpose = _settings_like(kind, problem["loc"])[key]
             lines.append(f"{path}: `{key}` is missing\n  Add `{key}: ...` ({purpose}).")
         elif not key:
             lines.append(f"{path}: {_plain(problem['msg'])}\n  Change one of them.")
         else:
             lines.append(f"{path}: `{key}` is {value!r}: {_plain(problem['msg'])}\n  Change its value.")
     return "\n".join(lines)
+
+
+def _settings_like(kind: type[RunConfig], loc: tuple[int | str, ...]) -> dict[str, str | None]:
+    """The settings that may stand where `loc` is, with what they are: those of a block within a block."""
+    fields, prefix = kind.model_fields, ""
+    for part in loc[:-1]:
+        # A block is a model of its own or None.
+        blocks = [t for t in get_args(fields[str(part)].annotation) if hasattr(t, "model_fields")]
+        fields, prefix = blocks[0].model_fields, f"{prefix}{part}."
+    return {f"{prefix}{name}": field.description for name, field in fields.items()}
 
 
 def _plain(message: str) -> str:
