@@ -410,6 +410,18 @@ def _check_layout(hf_config: Config, fields: dict[str, Any], layout: Layout) -> 
     ):
         if count is not None:
             _check_divides("tensor", tensor, name, count)
+    if "mamba_num_heads" in fields:
+        _check_mamba_context(fields, layout)
+
+
+def _check_mamba_context(fields: dict[str, Any], layout: Layout) -> None:
+    heads, groups = (fields[name] // layout.tensor for name in ("mamba_num_heads", "mamba_num_groups"))
+    _check_divides("context", layout.context, "mamba_num_heads / tensor parallel size", heads)
+    if groups % layout.context and layout.context % groups:
+        raise ConfigError(
+            f"context parallel size {layout.context} neither divides n_groups / tensor parallel size = "
+            f"{groups} nor is a multiple of it: each rank takes whole groups of a Mamba layer, or part of one"
+        )
 
 
 def _check_divides(axis: str, size: int, name: str, count: int) -> None:

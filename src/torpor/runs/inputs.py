@@ -26,6 +26,7 @@ def find_layout(config: OptimizationConfig) -> Layout:
         tensor=config.tensor_parallel,
         pipeline=config.pipeline_parallel,
         expert=config.expert_parallel,
+        context=config.context_parallel,
         sequence_parallel=config.sequence_parallel,
     )
     config.check_batch(layout.data(int(os.environ.get("WORLD_SIZE", "1"))))

@@ -49,7 +49,7 @@ _FREE_SETTINGS = {
     *("output", "data", "text_key"),
     *("steps", "epochs", "save_every", "keep", "eval_every", "eval_batches", "log_every"),
     *("micro_batch_size", "recompute", "distributed_optimizer"),
-    *("tensor_parallel", "pipeline_parallel", "expert_parallel", "sequence_parallel"),
+    *("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel", "sequence_parallel"),
 }
 
 

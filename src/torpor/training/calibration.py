@@ -25,15 +25,9 @@ def run_forwards(
         windows: the data.
         num_windows: how many over all ranks, rounded up to whole global batches.
     """
-    from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    plan = BatchPlan(
-        micro_batch_size=settings.micro_batch_size,
-        global_batch_size=settings.global_batch_size,
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-    )
+    plan = BatchPlan.of_this_rank(settings)
     for chunk in chunks:
         chunk.eval()
     with torch.no_grad():

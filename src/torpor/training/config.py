@@ -72,6 +72,7 @@ class OptimizationConfig(_Settings):
     tensor_parallel: Count = 1
     pipeline_parallel: Count = 1
     expert_parallel: Count = 1
+    context_parallel: Count = Field(default=1, description="ranks that each sequence is divided over")
     sequence_parallel: bool = False
 
     save_every: Count = 100
@@ -97,9 +98,16 @@ class OptimizationConfig(_Settings):
             raise ValueError(f"`warmup_steps` {self.warmup_steps} leaves no step of `steps` {self.steps}")
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError("`sequence_parallel` needs `tensor_parallel` of 2 or more; it is 1")
-        if self.sequence_length % self.tensor_parallel and self.sequence_parallel:
+        if self.context_parallel > 1 and self.sequence_length % (2 * self.context_parallel):
             raise ValueError(
-                f"`sequence_length` {self.sequence_length} is not a multiple of "
+                f"`sequence_length` {self.sequence_length} is not a multiple of twice `context_parallel` "
+                f"{self.context_parallel}, whose ranks take two equal chunks each"
+            )
+        own_length = self.sequence_length // self.context_parallel
+        if own_length % self.tensor_parallel and self.sequence_parallel:
+            context = f" / `context_parallel` {self.context_parallel}" if self.context_parallel > 1 else ""
+            raise ValueError(
+                f"`sequence_length` {self.sequence_length}{context} is not a multiple of "
                 f"`tensor_parallel` {self.tensor_parallel}, which `sequence_parallel` needs"
             )
         return self

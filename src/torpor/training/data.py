@@ -6,6 +6,7 @@ data-parallel ranks sees the same global batches as a run on one.
 """
 
 import abc
+import dataclasses
 import hashlib
 import json
 import math
@@ -382,11 +383,21 @@ def count_steps(settings: "OptimizationConfig", windows: Windows) -> int:
 
 @dataclass(frozen=True)
 class Batch:
-    """One micro-batch: B windows of S tokens."""
+    """One micro-batch: B windows of S tokens, or the tokens of them that a context-parallel rank works on."""
 
     tokens_BS: "torch.Tensor"  # int64, what the model reads
     labels_BS: "torch.Tensor"  # int64, the next token at each position
     positions_BS: "torch.Tensor"  # int64, 0 .. S-1
+
+    def sample_bounds(self) -> list[tuple[int, int]]:
+        """Begin and end of each sample of a row, all of which is here."""
+        return [(0, self.tokens_BS.shape[1])]
+
+    def take(self, places: "torch.Tensor") -> Self:
+        """The same batch with these tokens of each row only (int64, their places in it)."""
+        per_token = [field.name for field in dataclasses.fields(self) if field.name.endswith("_BS")]
+        places = places.to(self.tokens_BS.device)
+        return dataclasses.replace(self, **{name: getattr(self, name)[:, places] for name in per_token})
 
 
 @dataclass(frozen=True)
@@ -398,12 +409,38 @@ class BatchPlan:
         global_batch_size: windows per optimizer step over all ranks.
         data_rank: this rank's place among the data-parallel ranks.
         data_size: number of data-parallel ranks.
+        context_rank: this rank's place among those that divide each sequence.
+        context_size: number of ranks that divide each sequence.
     """
 
     micro_batch_size: int
     global_batch_size: int
     data_rank: int
     data_size: int
+    context_rank: int = 0
+    context_size: int = 1
+
+    @classmethod
+    def of_this_rank(cls, settings: "OptimizationConfig") -> Self:
+        """The plan for this rank of Megatron's process groups."""
+        from megatron.core import parallel_state
+
+        return cls(
+            micro_batch_size=settings.micro_batch_size,
+            global_batch_size=settings.global_batch_size,
+            data_rank=parallel_state.get_data_parallel_rank(),
+            data_size=parallel_state.get_data_parallel_world_size(),
+            context_rank=parallel_state.get_context_parallel_rank(),
+            context_size=parallel_state.get_context_parallel_world_size(),
+        )
+
+    def own_part(self, batch: Batch) -> Batch:
+        """What this rank works on of a micro-batch: its two chunks of each sample, see `megatron.zigzag`."""
+        if self.context_size == 1:
+            return batch
+        from torpor.megatron.zigzag import zigzag_places
+
+        return batch.take(zigzag_places(batch.sample_bounds(), self.context_size)[self.context_rank])
 
     @property
     def num_micro_batches(self) -> int:
@@ -425,11 +462,12 @@ class BatchPlan:
 def training_batches(windows: Windows, plan: BatchPlan, step: int, device: "torch.device") -> Iterator[Batch]:
     """This rank's micro-batches of optimizer step `step`, 0-based."""
     for samples in plan.samples(step):
-        yield windows.batch([windows.training_window(sample) for sample in samples], device)
+        chosen = [windows.training_window(sample) for sample in samples]
+        yield plan.own_part(windows.batch(chosen, device))
 
 
 def held_out_batches(windows: Windows, plan: BatchPlan, step: int, device: "torch.device") -> Iterator[Batch]:
     """This rank's micro-batches of evaluation batch `step`, 0-based; starts again after the last window."""
     for samples in plan.samples(step):
         chosen = [int(windows.held_out[sample % len(windows.held_out)]) for sample in samples]
-        yield windows.batch(chosen, device)
+        yield plan.own_part(windows.batch(chosen, device))

@@ -189,17 +189,11 @@ def prepare_job(
     Raises:
         ConfigError: the global batch does not divide over the ranks, or the warm-up leaves no step.
     """
-    from megatron.core import parallel_state
     from megatron.core.utils import get_model_config
 
     from torpor.megatron.optimizer import build_optimizer
 
-    plan = BatchPlan(
-        micro_batch_size=settings.micro_batch_size,
-        global_batch_size=settings.global_batch_size,
-        data_rank=parallel_state.get_data_parallel_rank(),
-        data_size=parallel_state.get_data_parallel_world_size(),
-    )
+    plan = BatchPlan.of_this_rank(settings)
     settings.check_batch(plan.data_size)
     device = current_device()
     wrapped = wrap_for_training(chunks, distributed_optimizer=settings.distributed_optimizer)
@@ -247,9 +241,12 @@ def language_model_objective() -> Objective:
 
 
 def _mean_loss(losses_BS: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    loss = losses_BS.float().mean()
-    # The schedule scales the returned loss in place.
-    return loss, {"loss": loss.detach().clone()}
+    from megatron.core import parallel_state
+
+    mean = losses_BS.float().mean()
+    # The schedule multiplies what it gets by the context-parallel size, for losses that every rank has summed
+    # up over all (pipeline_parallel/schedules.py). This one is over the rank's own tokens.
+    return mean / parallel_state.get_context_parallel_world_size(), {"loss": mean.detach()}
 
 
 class StopRequest:

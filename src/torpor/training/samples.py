@@ -12,6 +12,7 @@ Samples never see each other: positions restart with each, and a row that holds 
 
 import bisect
 import hashlib
+import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,6 +50,12 @@ class SampleBatch(Batch):
     loss_mask_BS: "torch.Tensor"  # float32, 1 where the label is a response token
     padding_mask_BS: "torch.Tensor"  # bool, True where there is no sample
     cu_seqlens: "torch.Tensor | None"  # int32, where the samples of a packed row end, from 0 to S; else None
+
+    def sample_bounds(self) -> list[tuple[int, int]]:
+        """Begin and end of each sample of a row, all of which is here."""
+        if self.cu_seqlens is None:
+            return super().sample_bounds()
+        return list(itertools.pairwise(self.cu_seqlens.tolist()))
 
 
 def write_samples(
@@ -355,4 +362,5 @@ def prepare_rows(
         excess_length_strategy=settings.excess_length_strategy,
         held_out=settings.held_out,
         seed=settings.seed,
+        multiple_of=2 * settings.context_parallel if settings.context_parallel > 1 else 1,
     )

@@ -21,8 +21,8 @@ from torpor.megatron.specs import LocalBackend
 pytestmark = pytest.mark.usefixtures("megatron_rank")
 HEAD = 8
 
-# Largest difference from the definition in FP64, of outputs and gradients, relative to the largest value or 1,
-# which is the size of the inputs: some roundings of products, sums, scores and probabilities.
+# Largest difference from the definition in FP64, of outputs and gradients, by the largest value or by 1,
+# the size of the inputs: some roundings of products, sums, scores and probabilities.
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 4e-6, torch.bfloat16: 2e-2}
 
 

@@ -178,6 +178,7 @@ def test_options_of_absent_layers_do_not_matter(tmp_path):
         (Layout(pipeline=3), ["pipeline parallel size 3", "num_hidden_layers = 4", "1, 2, 4"]),
         (Layout(expert=3), ["expert parallel size 3", "n_routed_experts = 4"]),
         (Layout(tensor=2), ["tensor parallel size is 2", "sequence_parallel"]),
+        (Layout(context=3), ["context parallel size 3", "mamba_num_heads / tensor parallel size = 4"]),
     ],
 )
 def test_layout_that_does_not_divide_is_refused_with_both_numbers(tmp_path, layout, words):

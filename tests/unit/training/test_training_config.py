@@ -91,6 +91,11 @@ def test_a_file_whose_name_has_a_wildcard_in_it_is_that_file(tmp_path):
         ("epochs: 1", ["`steps` and `epochs`", "exactly one"]),
         ("sequence_parallel: true", ["`sequence_parallel`", "`tensor_parallel`"]),
         ("tensor_parallel: 3\nsequence_parallel: true", ["`sequence_length` 128", "`tensor_parallel` 3"]),
+        ("context_parallel: 3", ["`sequence_length` 128", "twice `context_parallel` 3"]),
+        (
+            "tensor_parallel: 64\nsequence_parallel: true\ncontext_parallel: 4",
+            ["`sequence_length` 128 / `context_parallel` 4", "`tensor_parallel` 64"],
+        ),
         ("recompute: some", ["`recompute` is 'some'", "'selective'", "'full'"]),
         ("betas: [0.9, 1.0]", ["`betas.1` is 1.0", "less than 1"]),
         ("held_out: 1", ["`held_out` is 1", "less than 1"]),

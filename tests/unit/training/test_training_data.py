@@ -276,6 +276,16 @@ def test_micro_batches_of_a_step_are_what_the_plan_says(tmp_path):
         assert batch.tokens_BS.tolist() == expected
 
 
+def test_context_parallel_ranks_take_their_chunks_of_every_window(tmp_path):
+    packed = windows(tmp_path, 401)
+    plans = [data.BatchPlan(2, 8, 0, 1, context_rank=rank, context_size=2) for rank in (0, 1)]
+    whole = next(data.training_batches(packed, data.BatchPlan(2, 8, 0, 1), 3, torch.device("cpu")))
+    for plan, places in zip(plans, ([0, 3], [1, 2]), strict=True):
+        own = next(data.training_batches(packed, plan, 3, torch.device("cpu")))
+        for name in ("tokens_BS", "labels_BS", "positions_BS"):
+            assert torch.equal(getattr(own, name), getattr(whole, name)[:, places])
+
+
 def test_evaluation_reads_held_out_windows_only_and_starts_again_after_the_last(tmp_path):
     packed = windows(tmp_path, 41)  # ten windows, two held out
     plan = data.BatchPlan(micro_batch_size=1, global_batch_size=3, data_rank=0, data_size=1)
