@@ -493,7 +493,7 @@ def _check_tensors(checkpoint: Path, sharded: dict[str, Any]) -> None:
         if name not in stored:
             raise CheckpointError(
                 f"{checkpoint} has no {name}, which this model or its optimizer needs\n"
-                "  Build the model as the run that wrote it did, with its MTP layers and its quantisers or without."
+                "  Build the model as the run that wrote it did, with or without MTP layers and quantisers."
             )
         if tuple(stored[name].global_shape) != shape:
             raise CheckpointError(
@@ -507,7 +507,7 @@ def _check_tensors(checkpoint: Path, sharded: dict[str, Any]) -> None:
     if unclaimed:
         raise CheckpointError(
             f"{checkpoint} holds {unclaimed[0]} and {len(unclaimed) - 1} more that nothing here takes\n"
-            "  Build the model as the run that wrote it did, with its MTP layers and its quantisers or without."
+            "  Build the model as the run that wrote it did, with or without MTP layers and quantisers."
         )
 
 

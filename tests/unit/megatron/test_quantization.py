@@ -10,6 +10,7 @@ from tiny_models import same_bytes
 from torpor import freeze_mtp
 from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.inspect import inspect_folder
+from torpor.checkpoints.quantization import not_excluded
 from torpor.checkpoints.verify import verify_folders
 from torpor.errors import CheckpointError, ConfigError, MTPChangedError
 from torpor.megatron import checkpointing, quantization
@@ -100,6 +101,34 @@ def test_the_export_is_the_quantised_trunk_beside_untouched_heads(source, tmp_pa
 
 
 @pytest.mark.usefixtures("megatron_rank")
+@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+def test_quantised_tensors_are_model_optimizers_own_to_the_bit(tmp_path, name):
+    """Its exporter of Megatron models gives the same folder but for dtypes that it does not keep."""
+    from modelopt.torch.export import export_mcore_gpt_to_hf
+
+    path = tiny.write_nemotron_h(tmp_path / "source", dtype=torch.bfloat16, **SIZES["nemotron_h"])
+    source = open_folder(path)
+    model = quantize(build(source), name)
+    export_folder(save(model, tmp_path), source, tmp_path / "export", quantize=name)
+    (tmp_path / "anchor").mkdir()
+    export_mcore_gpt_to_hf(model, str(path), dtype=torch.bfloat16, export_dir=str(tmp_path / "anchor"))
+    ours, theirs = open_folder(tmp_path / "export"), open_folder(tmp_path / "anchor")
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    differing = {n for n in ours.tensors if ours.sha256(n) != theirs.sha256(n)}
+    assert {n.rsplit(".", 1)[1] for n in differing} <= {"A_log", "D", "e_score_correction_bias"}
+    assert all(ours.tensors[n].dtype == source.tensors[n].dtype for n in differing)
+    mine, anchor = (dict(f.config["quantization_config"]) for f in (ours, theirs))
+    # Module by module instead of by prefix: the same set.
+    excluded = anchor.pop("ignore")
+    patterns = mine.pop("ignore")
+    assert mine == anchor
+    assert not not_excluded({"quant_method": "modelopt", "ignore": patterns}, excluded)
+    packed = [n.removesuffix("_scale") for n in ours.tensors if n.endswith("weight_scale")]
+    modules = [n.removesuffix(".weight") for n in packed]
+    assert not_excluded({"quant_method": "modelopt", "ignore": patterns}, modules) == modules
+
+
+@pytest.mark.usefixtures("megatron_rank")
 def test_exported_weights_are_those_that_were_trained_with(source, tmp_path):
     """A weight read as a server reads it equals what the quantiser gave the layer in training."""
     # In BF16 the fake quantiser rounds twice, and some values come out one FP8 step beside the real ones.
@@ -170,7 +199,7 @@ def test_one_topology_throughout(source, tmp_path):
 def test_heads_dropped_when_it_was_quantised_are_missed_by_name(source, tmp_path):
     """Quantised without MTP layers, continued with them: the first key is named, and what to do."""
     checkpoint = save(quantize(build(source, mtp=False)), tmp_path)
-    with pytest.raises(CheckpointError, match=r"has no mtp\.layers\.0\.\S+.*\n.*with its MTP layers"):
+    with pytest.raises(CheckpointError, match=r"has no mtp\.layers\.0\.\S+.*\n.*with or without MTP layers"):
         checkpointing.load_checkpoint(checkpoint, [quantize(build(source))])
     # The source's heads are not lost: they are exported from its folder.
     export_folder(checkpoint, source, tmp_path / "export", quantize="fp8")
