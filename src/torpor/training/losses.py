@@ -376,7 +376,7 @@ def _forward_kl(
     wants_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     p_NV = log_p_NV.exp()
-    divergence_N = vocabulary.sum_over(_dot(p_NV, log_p_NV.sub_(log_q_NV)), group)
+    divergence_N = vocabulary.sum_over(log_p_NV.sub_(log_q_NV).mul_(p_NV).sum(-1), group)
     return divergence_N, log_q_NV.exp_().sub_(p_NV) if wants_gradient else None
 
 
@@ -388,9 +388,11 @@ def _reverse_kl(
     wants_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     q_NV = log_q_NV.exp()
-    log_ratio_NV = log_q_NV.sub_(log_p_NV)
-    divergence_N = vocabulary.sum_over(_dot(q_NV, log_ratio_NV), group)
-    return divergence_N, q_NV.mul_(log_ratio_NV.sub_(divergence_N[:, None])) if wants_gradient else None
+    terms_NV = log_q_NV.sub_(log_p_NV).mul_(q_NV)
+    divergence_N = vocabulary.sum_over(terms_NV.sum(-1), group)
+    if not wants_gradient:
+        return divergence_N, None
+    return divergence_N, terms_NV.addcmul_(q_NV, divergence_N[:, None], value=-1)
 
 
 def _jensen_shannon(
@@ -401,15 +403,16 @@ def _jensen_shannon(
     wants_gradient: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     log_m_NV = torch.logaddexp(log_p_NV + math.log(beta), log_q_NV + math.log1p(-beta))
-    q_NV = log_q_NV.exp()
-    teacher_N = _dot(log_p_NV.exp(), log_p_NV.sub_(log_m_NV))
-    log_ratio_NV = log_q_NV.sub_(log_m_NV)
-    student_N = _dot(q_NV, log_ratio_NV)
+    p_NV = log_p_NV.exp()
+    teacher_N = log_p_NV.sub_(log_m_NV).mul_(p_NV).sum(-1)
+    q_NV = torch.exp(log_q_NV, out=p_NV)
+    terms_NV = log_q_NV.sub_(log_m_NV).mul_(q_NV)
+    student_N = terms_NV.sum(-1)
     teacher_N, student_N = vocabulary.sum_over(torch.stack([teacher_N, student_N]), group)
     divergence_N = beta * teacher_N + (1 - beta) * student_N
     if not wants_gradient:
         return divergence_N, None
-    return divergence_N, q_NV.mul_(log_ratio_NV.sub_(student_N[:, None])).mul_(1 - beta)
+    return divergence_N, terms_NV.addcmul_(q_NV, student_N[:, None], value=-1).mul_(1 - beta)
 
 
 _DIVERGENCES = {"forward_kl": _forward_kl, "reverse_kl": _reverse_kl, "jensen_shannon": _jensen_shannon}
@@ -431,11 +434,6 @@ def _cross_entropy(
     if grad_NV.shape[-1]:
         grad_NV.scatter_add_(-1, columns_N[:, None], -is_here_N[:, None].to(grad_NV.dtype))
     return entropy_N, grad_NV
-
-
-def _dot(left_NV: torch.Tensor, right_NV: torch.Tensor) -> torch.Tensor:
-    """Row by row inner product, without a product as large as its arguments."""
-    return torch.bmm(left_NV[:, None], right_NV[:, :, None])[:, 0, 0]
 
 
 # --- autograd -------------------------------------------------------------------------------------------
