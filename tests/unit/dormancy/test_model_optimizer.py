@@ -17,6 +17,7 @@ from tiny_models import (
     build,
     build_pair,
     differing,
+    gradients,
     same_bytes,
 )
 from torpor import freeze_mtp
@@ -133,6 +134,34 @@ def test_heads_on_one_side_only(with_heads):
     _, other_student = build_pair(GPT, **BF16)
     pair = (student, other_teacher) if with_heads == "student" else (other_student, teacher)
     assert_as_without_mtp(*pair, (bare_student, bare_teacher))
+
+
+@pytest.mark.parametrize("where", ["student", "teacher"])
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_an_exception_in_either_forward_leaves_no_trace(where, error):
+    """The next step is that of models built without MTP, as if nothing had happened."""
+    student, bare_student = build_pair(GPT, **BF16)
+    teacher, bare_teacher = build_pair(GPT, seed=5, **BF16)
+    model = convert(student, teacher)
+    handle = freeze_mtp(model)
+    configs = [(m.config, dict(vars(m.config))) for m in (student, teacher)]
+
+    def fail(*_):
+        raise error
+
+    part = (model if where == "student" else model.teacher_model).decoder
+    hook = part.register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(**batch())
+    hook.remove()
+    for m, (config, fields) in zip((student, teacher), configs, strict=True):
+        assert m.config is config
+        assert vars(config) == fields
+    bare = convert(bare_student, bare_teacher)
+    for each in (model, bare):
+        reduce_losses(each, each(**batch()))["kd_loss"].backward()
+    assert differing(gradients(model), gradients(bare)) == []
+    assert handle.check().executions == 0
 
 
 # --- pairs that name an MTP module ----------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torpor.checkpoints.inspect import inspect_folder
 from torpor.checkpoints.verify import verify_folders
 from torpor.errors import ConfigError
 from torpor.runs.distill import distill
+from torpor.training import distillation
 from torpor.training.config import DistillConfig
 from torpor.training.config_file import read_config
 
@@ -127,6 +128,13 @@ def test_heads_left_out_are_trained_if_asked(work, capfd):
     assert before.keys() == after.keys()
     assert all(before[name] != after[name] for name in before)
     assert all(before[name][:2] == after[name][:2] for name in before), "in their source's dtype"
+
+
+def test_sabotage_with_model_optimizers_own_rule_such_heads_get_no_loss(work, monkeypatch):
+    """What is overridden: awake, and with a loss of zeros."""
+    monkeypatch.setattr(distillation, "_keep_mtp_loss", lambda model: None)
+    distill(read(work, freeze_mtp=False, steps=1))
+    assert mtp_payloads(work / "run" / "export") == mtp_payloads(work / "student")
 
 
 def test_without_quantisation_heads_sleep_as_ever(work):
