@@ -6,6 +6,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTHON ?=
 ARGS ?=
+# Tests that run beside each other; some start up to four processes of one thread.
+JOBS ?= 2
 
 .PHONY: demo test test-matrix lint format clean
 .DEFAULT_GOAL := demo
@@ -14,11 +16,11 @@ demo: $(STAMP)
 	$(BIN)/torpor demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 # Every model at every layout; `make test` runs a part in which every pair of choices meets.
 test-matrix: $(STAMP)
-	$(BIN)/python -m pytest tests/matrix -m "matrix or not matrix" $(ARGS)
+	$(BIN)/python -m pytest tests/matrix -m "matrix or not matrix" -n $(JOBS) $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
