@@ -8,13 +8,21 @@ import pytest
 import torch
 import transformers
 
-from golden_folders import golden_tensors, write_golden
+from golden_folders import GOLDEN_NAMES, golden_tensors, read_manifest, write_golden
 from hf_training import load_model, write_two_depths
+from torpor.checkpoints.families import find_family
 from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.inspect import inspect_folder
 from torpor.checkpoints.verify import verify_folders
 from torpor.errors import CheckpointError, ConfigError, UnsupportedModelError
 from torpor.huggingface import keep_mtp
+
+# The manifest of the vision-language folder has only a token of a vision part.
+NATIVE = [
+    name
+    for name in GOLDEN_NAMES
+    if find_family(read_manifest(name)["config"]).has_transformers and name != "qwen3_5_vl"
+]
 
 
 @pytest.fixture
@@ -79,6 +87,17 @@ def test_copies_follow_the_trunk(tmp_path):
         of_layer = saved.read_bytes(f"model.layers.3.{copied}.weight")
         assert of_layer == saved.read_bytes(f"{original}.weight")
         assert of_layer != golden_tensors("deepseek_v3")[f"{original}.weight"][2]
+
+
+@pytest.mark.parametrize("family", NATIVE)
+def test_every_family(tmp_path, family):
+    """Whatever Transformers renames, splits or leaves out of the configuration, the folder verifies."""
+    source = write_golden(tmp_path / "source", family)
+    model = load_model(source)
+    keep_mtp(model, source)
+    model.save_pretrained(tmp_path / "saved")
+    assert verify_folders(source, tmp_path / "saved").ok
+    assert inspect_folder(tmp_path / "saved").ok
 
 
 def test_two_mtp_layers(tmp_path):
