@@ -1,22 +1,24 @@
 """Runs over context parallel ranks: the losses of one rank a sequence, exports that pass verification."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 
 import tiny
+from chats import chat, give_chat, write_records
 from ranks.launch import run_ranks
 from torpor.checkpoints.verify import verify_folders
 
 STEPS = 3
+MODELS = {"mimo": tiny.write_mimo, "hybrid": tiny.write_nemotron_h}
 
 
 def write_run(folder: Path, name: str, **settings) -> Path:
     values = {
         "output": name,
-        "sequence_length": 16,
         "global_batch_size": 4,
         "steps": STEPS,
         "lr": 1e-3,
@@ -30,13 +32,18 @@ def write_run(folder: Path, name: str, **settings) -> Path:
     return path
 
 
-def distil(*paths: Path) -> list[tuple[int, int]]:
-    """Distil on this rank, once for each configuration; return steps and MTP executions."""
+def run_all(command: str, paths: list[Path]) -> list[tuple[int, int]]:
+    """Make a run of each configuration on this rank; return steps and MTP executions."""
     from torpor.runs.distill import distill
-    from torpor.training.config import DistillConfig
+    from torpor.runs.sft import sft
+    from torpor.training.config import DistillConfig, SftConfig
     from torpor.training.config_file import read_config
 
-    results = [distill(read_config(DistillConfig, path)) for path in paths]
+    runs: dict[str, Callable] = {
+        "distill": lambda path: distill(read_config(DistillConfig, path)),
+        "sft": lambda path: sft(read_config(SftConfig, path)),
+    }
+    results = [runs[command](path) for path in paths]
     return [(result.steps, result.mtp_executions) for result in results]
 
 
@@ -51,20 +58,45 @@ def read_metrics(run: Path) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("write", [tiny.write_mimo, tiny.write_nemotron_h])
-def test_a_distillation_has_the_losses_of_one_rank_a_sequence(tmp_path, write):
+def assert_same_run(source: Path, whole: Path, divided: Path) -> None:
     """Two ranks share each of four sequences, or take two of them each: FP32 sums in another order."""
-    write(tmp_path / "teacher", seed=1)
-    write(tmp_path / "student", seed=2)
-    (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 100)
-    inputs = {"teacher": "teacher", "student": "student", "data": "text.txt"}
-    paths = [write_run(tmp_path, f"cp{size}", context_parallel=size, **inputs) for size in (1, 2)]
-    assert run_ranks(distil, 2, *paths) == [[(STEPS, 0)] * 2] * 2
-    whole, divided = (read_metrics(tmp_path / name) for name in ("cp1", "cp2"))
-    for what, values in whole.items():
-        assert divided[what] == pytest.approx(values, rel=1e-4)
-    assert whole["loss"][-1] < whole["loss"][0]
-    result = verify_folders(tmp_path / "student", tmp_path / "cp2" / "export").to_json()
+    for what, values in read_metrics(whole).items():
+        assert read_metrics(divided)[what] == pytest.approx(values, rel=1e-4)
+    losses = read_metrics(whole)["loss"]
+    assert losses[-1] < losses[0]
+    result = verify_folders(source, divided / "export").to_json()
     assert result["ok"]
     assert result["mtp"]["identical"] == result["mtp"]["tensors"] > 0
     assert result["trunk"]["changed"] == result["trunk"]["tensors"]
+
+
+@pytest.mark.timeout(600)
+def test_a_distillation_has_the_losses_of_one_rank_a_sequence(tmp_path):
+    (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 100)
+    paths = []
+    for model, write in MODELS.items():
+        folders = {"teacher": f"{model}-teacher", "student": f"{model}-student"}
+        for seed, folder in enumerate(folders.values()):
+            write(tmp_path / folder, seed=seed)
+        settings = {"data": "text.txt", "sequence_length": 16, **folders}
+        for size in (1, 2):
+            paths.append(write_run(tmp_path, f"{model}-{size}", context_parallel=size, **settings))
+    assert run_ranks(run_all, 2, "distill", paths, timeout=500) == [[(STEPS, 0)] * 4] * 2
+    for model in MODELS:
+        assert_same_run(tmp_path / f"{model}-student", tmp_path / f"{model}-1", tmp_path / f"{model}-2")
+
+
+@pytest.mark.timeout(600)
+def test_fine_tuning_on_packed_samples_has_the_losses_of_one_rank_a_row(tmp_path):
+    """The samples take multiples of four places, so that context parallelism needs no padding."""
+    records = [chat("sing", "la" * 2 * (1 + n % 9)) for n in range(60)]
+    write_records(tmp_path / "chat.jsonl", records)
+    paths = []
+    for model, write in MODELS.items():
+        give_chat(write(tmp_path / model, seed=1))
+        settings = {"data": "chat.jsonl", "sequence_length": 128, "model": model}
+        for size in (1, 2):
+            paths.append(write_run(tmp_path, f"{model}-{size}", context_parallel=size, **settings))
+    assert run_ranks(run_all, 2, "sft", paths, timeout=500) == [[(STEPS, 0)] * 4] * 2
+    for model in MODELS:
+        assert_same_run(tmp_path / model, tmp_path / f"{model}-1", tmp_path / f"{model}-2")
