@@ -74,26 +74,30 @@ def check(folder):
     for with_mtp in (False, True):
         answers.append(should_freeze_mtp(quantised(source, Layout(pipeline=2), with_mtp=with_mtp)))
         parallel.shutdown()
-    return answers, distil(folder / "run.yaml")
+    return answers, distil(folder / "stages.yaml"), distil(folder / "context.yaml")
 
 
 def test_two_ranks(tmp_path):
-    """One start: TP2 exports what replicas do, both stages know of quantised heads, a run on two stages."""
+    """One start: TP2 exports what replicas do, both stages know of quantised heads, whole runs."""
     import torch
 
     tiny.write_mimo(tmp_path / "student", seed=2)
     tiny.write_mimo(tmp_path / "teacher", seed=1)
     (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 100)
-    settings = {"teacher": "teacher", "student": "student", "output": "run", "data": "text.txt"}
+    settings = {"teacher": "teacher", "student": "student", "data": "text.txt"}
     settings |= {"sequence_length": 16, "global_batch_size": 2, "steps": 2, "dtype": "fp32"}
-    settings |= {"eval_batches": 0, "pipeline_parallel": 2, "quantize": "fp8", "calib_size": 2}
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    settings |= {"eval_batches": 0, "quantize": "fp8", "calib_size": 2}
+    for name, layout in (("stages", "pipeline_parallel"), ("context", "context_parallel")):
+        values = settings | {"output": name, layout: 2}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
     first, last = run_ranks(check, 2, tmp_path)
     assert first == last
     # Only the last stage holds the MTP layer.
     assert first[0] == [True, False]
-    assert first[1].mtp_executions == 0
-    assert verify_folders(tmp_path / "student", tmp_path / "run" / "export").ok
+    for result in first[1:]:
+        assert result.mtp_executions == 0
+        assert verify_folders(tmp_path / "student", result.export).ok
+    torch.testing.assert_close(first[1].first_loss, first[2].first_loss, rtol=1e-3, atol=0)
 
     split, whole = (open_folder(tmp_path / name / "export") for name in ("split", "replicated"))
     assert split.tensors.keys() == whole.tensors.keys()
