@@ -1,7 +1,10 @@
-"""A Mamba layer over context parallel ranks is the layer on one rank: values, and gradients added up."""
+"""Over context parallel ranks a Mamba layer and the training loop do what they do on one rank."""
 
+import numpy as np
+import pytest
 import torch
 
+import tiny
 from ranks.launch import run_ranks
 from torpor.megatron import parallel
 from torpor.megatron.parallel import Layout
@@ -84,15 +87,65 @@ def refuse_heads() -> str:
     return "not refused"
 
 
-def compare_and_refuse() -> tuple[dict[str, dict[str, float]], str]:
-    return compare_mixers(), refuse_heads()
+def pretrain(path, tokens, *, divide: bool = True) -> dict[str, list[float]]:
+    """Take two steps of pre-training, asleep and awake, on this rank; return what each reports.
+
+    Args:
+        path: Folder of the model.
+        tokens: Array of the data.
+        divide: Whether to divide the mean over a rank's own tokens by the context parallel size.
+    """
+    import torpor
+    from torpor.checkpoints.folder import open_folder
+    from torpor.megatron.models import build_model
+    from torpor.megatron.weights import load_weights
+    from torpor.training import loop
+    from torpor.training.config import OptimizationConfig
+    from torpor.training.data import PackedWindows
+
+    if not divide:
+        loop._mean_loss = lambda losses_BS: (losses_BS.mean(), {"loss": losses_BS.mean().detach()})
+    folder, found = open_folder(path), {}
+    windows = PackedWindows(tokens, sequence_length=16, held_out=0.0, seed=1)
+    settings = {"sequence_length": 16, "global_batch_size": 2, "steps": 2, "dtype": "fp32"}
+    for size, is_awake in ((1, False), (2, False), (1, True), (2, True)):
+        layout = Layout(context=size)
+        parallel.initialize(layout, seed=1)
+        chunks = build_model(folder.config, layout, torch.float32)
+        load_weights(chunks, folder)
+        if not is_awake:
+            torpor.freeze_mtp(chunks)
+        config = OptimizationConfig(**settings, context_parallel=size)
+        job = loop.prepare_job(chunks, config, windows, loop.language_model_objective(), steps=2)
+        records = [loop.run_step(job, step) for step in range(2)]
+        key = f"{'awake' if is_awake else 'asleep'}, context parallel size {size}"
+        found[key] = [number for r in records for number in (r.grad_norm, *r.metrics.values())]
+        parallel.shutdown()
+    return found
 
 
-def test_a_divided_mixer_equals_a_whole_one() -> None:
-    """Fewer groups than ranks, as many and more; one sample and packed ones; heads that do not divide."""
-    for found, refusal in run_ranks(compare_and_refuse, 2):
-        assert len(found) == 6
-        for name, errors in found.items():
+def compare_all(path, tokens):
+    return compare_mixers(), refuse_heads(), pretrain(path, tokens), pretrain(path, tokens, divide=False)
+
+
+def test_two_ranks_compute_what_one_does(tmp_path) -> None:
+    """A mixer with fewer groups than ranks, as many and more; heads that do not divide; the loop."""
+    np.save(tmp_path / "tokens.npy", (np.arange(500) % 10 + 3).astype(np.uint16))
+    tiny.write_mimo(tmp_path / "model", tokenizer=False)
+    ranks = run_ranks(compare_all, 2, tmp_path / "model", tmp_path / "tokens.npy")
+    for mixers, refusal, losses, undivided in ranks:
+        assert len(mixers) == 6
+        for name, errors in mixers.items():
             assert len(errors) == 9, errors
             assert max(errors.values()) < 1e-5, (name, errors)
         assert "3 heads, 1 groups on a tensor parallel rank; context parallel size 2" in refusal
+
+        asleep, asleep_divided, awake, awake_divided = losses.values()
+        assert asleep_divided == pytest.approx(asleep, rel=1e-4)
+        # Megatron takes the mean of MTP's loss on each rank, and that over the ranks, though one of them has
+        # the last token, which MTP has nothing to predict at: 8 and 7 tokens here.
+        assert len(awake) == 2 * (len(asleep) // 2 + 2)
+        assert awake_divided == pytest.approx(awake, rel=0.05)
+        # Megatron's schedule multiplies a mean by the context parallel size.
+        wrong = list(undivided.values())[1]
+        assert wrong[0] == pytest.approx(2 * asleep[0], rel=1e-4)
