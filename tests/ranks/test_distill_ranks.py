@@ -114,3 +114,43 @@ def test_two_ranks_continue_bit_for_bit(tmp_path, first):
         for folder in (open_folder(tmp_path / name / "export") for name in ("run", "broken"))
     ]
     assert digests[0] == digests[1]
+
+
+def cached(path, layouts):
+    """Distil with a teacher's cache at one layout after the other; the losses, and whether a teacher ran."""
+    import json
+
+    from torpor.runs import distill as runs
+    from torpor.training.config import DistillConfig
+    from torpor.training.config_file import read_config
+
+    real, built = runs._build_teacher, []
+    results = []
+    for index, layout in enumerate(layouts):
+        built.clear()
+        runs._build_teacher = lambda *arguments: (built.append(True), real(*arguments))[1]
+        overrides = {"output": path.parent / f"out{index}", **layout}
+        result = runs.distill(read_config(DistillConfig, path, overrides))
+        runs._build_teacher = real
+        lines = (result.output / "metrics.jsonl").read_text().splitlines()
+        results.append((bool(built), [json.loads(line).get("loss") for line in lines]))
+    return results
+
+
+def test_a_cache_made_at_one_layout_serves_every_other(tmp_path):
+    path = write_run(tmp_path, top_k=8, steps=3, eval_batches=1)
+    layouts = [
+        {},
+        {"teacher_cache": tmp_path / "data"},
+        {"teacher_cache": tmp_path / "tensor", "tensor_parallel": 2, "sequence_parallel": True},
+        {"teacher_cache": tmp_path / "tensor", "pipeline_parallel": 2},
+        {"teacher_cache": tmp_path / "context", "context_parallel": 2},
+        {"teacher_cache": tmp_path / "context"},
+    ]
+    results = run_ranks(cached, 2, path, layouts, timeout=240)
+    for result in results:
+        assert [was_built for was_built, _ in result] == [True, True, True, False, True, False]
+        for _, losses in result[1:]:
+            assert [loss for loss in losses if loss] == pytest.approx(
+                [loss for loss in result[0][1] if loss], rel=1e-4
+            )

@@ -10,7 +10,7 @@ from torpor.megatron.models import build_model, build_transformer_config
 from torpor.megatron.parallel import Layout
 from torpor.megatron.quantization import check_format, fake_quantize
 from torpor.megatron.weights import export_folder, load_weights
-from torpor.runs.inputs import find_layout, model_dtype, open_model
+from torpor.runs.inputs import find_layout, folder_digest, model_dtype, open_model
 from torpor.runs.result import RunResult
 from torpor.runs.training_run import Recipe, run_training, say_tokens
 from torpor.training import data
@@ -18,9 +18,12 @@ from torpor.training.config import DistillConfig
 from torpor.training.sources import check_not_empty, find_sources
 
 if TYPE_CHECKING:
+    import torch
+
     from torpor.dormancy import DormantMTP
     from torpor.training.loop import Job
     from torpor.training.losses import LossSettings
+    from torpor.training.teacher_cache import TeacherCache
 
 
 def distill(config: DistillConfig) -> RunResult:
@@ -123,14 +126,51 @@ def _describe_quantization(config: DistillConfig, student: Folder) -> list[str]:
 def _build(
     config: DistillConfig, recipe: Recipe, windows: data.PackedWindows, steps: int
 ) -> "tuple[Job, dict[str, DormantMTP]]":
-    from torpor.dormancy import freeze_mtp
-    from torpor.training.calibration import run_forwards
     from torpor.training.distillation import (
         build_distillation_model,
+        cached_distillation_objective,
         distillation_objective,
         shapes_between_stages,
     )
     from torpor.training.loop import prepare_job
+    from torpor.training.teacher_cache import WindowsWithTeacher
+
+    settings = _loss_settings(config)
+    if config.teacher_cache is not None:
+        assert config.top_k is not None, "the configuration has both"
+        cache = _teacher_cache(config, recipe, windows)
+        student, asleep = _build_student(config, recipe, windows)
+        job = prepare_job(
+            student,
+            config,
+            WindowsWithTeacher(windows, cache, config.top_k),
+            cached_distillation_objective(settings),
+            steps=steps,
+        )
+        return job, asleep
+    student, asleep = _build_student(config, recipe, windows)
+    teacher, handle = _build_teacher(config, recipe)
+    if handle is not None:
+        asleep["teacher"] = handle
+    model = build_distillation_model(student[0], teacher)
+    job = prepare_job(
+        [model],
+        config,
+        windows,
+        distillation_objective(settings),
+        steps=steps,
+        adjust_tensor_shapes=shapes_between_stages(
+            model, sequence_length=config.sequence_length, micro_batch_size=config.micro_batch_size
+        ),
+    )
+    return job, asleep
+
+
+def _build_student(
+    config: DistillConfig, recipe: Recipe, windows: data.PackedWindows
+) -> "tuple[list[torch.nn.Module], dict[str, DormantMTP]]":
+    from torpor.dormancy import freeze_mtp
+    from torpor.training.calibration import run_forwards
 
     dtype = model_dtype(config)
     student = build_model(recipe.source.config, recipe.layout, dtype, recompute=config.recompute)
@@ -142,27 +182,45 @@ def _build(
             with_mtp=config.quantize_mtp,
             calibrate=lambda: run_forwards(student, config, windows, config.calib_size),
         )
+    if not config.freeze_mtp or not student[0].config.mtp_num_layers:
+        return student, {}
+    return student, {"student": freeze_mtp(student)}
+
+
+def _build_teacher(config: DistillConfig, recipe: Recipe) -> "tuple[torch.nn.Module, DormantMTP | None]":
+    from torpor.dormancy import freeze_mtp
+
     # Nothing of the teacher is kept for backward, so there is nothing to recompute.
-    teacher = build_model(recipe.models["teacher"].config, recipe.layout, dtype)
+    teacher = build_model(recipe.models["teacher"].config, recipe.layout, model_dtype(config))
     load_weights(teacher, recipe.models["teacher"])
-    asleep = {
-        role: freeze_mtp(chunks)
-        for role, chunks in (("student", student), ("teacher", teacher))
-        # Nobody asks for what the teacher's would predict.
-        if (config.freeze_mtp or role == "teacher") and chunks[0].config.mtp_num_layers
-    }
-    model = build_distillation_model(student[0], teacher[0])
-    job = prepare_job(
-        [model],
-        config,
-        windows,
-        distillation_objective(_loss_settings(config)),
-        steps=steps,
-        adjust_tensor_shapes=shapes_between_stages(
-            model, sequence_length=config.sequence_length, micro_batch_size=config.micro_batch_size
-        ),
+    # Nobody asks for what the teacher's MTP layers would predict.
+    return teacher[0], freeze_mtp(teacher) if teacher[0].config.mtp_num_layers else None
+
+
+def _teacher_cache(config: DistillConfig, recipe: Recipe, windows: data.PackedWindows) -> "TeacherCache":
+    """Open the teacher's likeliest tokens, having computed them if they are not there yet."""
+    from torpor.training.teacher_cache import CacheContent, open_teacher_cache, write_teacher_cache
+
+    assert config.teacher_cache is not None
+    assert config.top_k is not None
+    teacher = recipe.models["teacher"]
+    content = CacheContent(
+        teacher=folder_digest(teacher),
+        data=windows.digest(),
+        num_windows=len(windows.training) + len(windows.held_out),
+        sequence_length=config.sequence_length,
+        top_k=config.top_k,
+        vocab_size=teacher.config["vocab_size"],
+        dtype=config.dtype,
     )
-    return job, asleep
+    cache = open_teacher_cache(config.teacher_cache, content)
+    if cache is not None:
+        return cache
+    model, _ = _build_teacher(config, recipe)
+    write_teacher_cache(config.teacher_cache, content, model, windows, config)
+    cache = open_teacher_cache(config.teacher_cache, content)
+    assert cache is not None, "it was written"
+    return cache
 
 
 def _loss_settings(config: DistillConfig) -> "LossSettings":

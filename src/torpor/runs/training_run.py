@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torpor.checkpoints.families import count_mtp_layers
 from torpor.checkpoints.folder import Folder
 from torpor.errors import ConfigError, MTPChangedError
 from torpor.megatron import checkpointing, parallel
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 # Settings that may differ between the parts of one run: none decides which batch a step sees. Paths are
 # compared by what lies there, and the layout by the checkpoint.
 _FREE_SETTINGS = {
-    *("output", "data", "text_key"),
+    *("output", "data", "text_key", "teacher_cache"),
     *("steps", "epochs", "save_every", "keep", "eval_every", "eval_batches", "log_every"),
     *("micro_batch_size", "recompute", "distributed_optimizer"),
     *("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel", "sequence_parallel"),
@@ -209,7 +210,12 @@ def _build(
     latest: Path | None,
 ) -> _Run:
     job, asleep = recipe.build(windows, steps)
-    notes = [*recipe.notes, *windows.describe()]
+    notes = [
+        f"the {role} has no MTP layers: there is nothing to put to sleep"
+        for role, folder in recipe.models.items()
+        if config.freeze_mtp and not count_mtp_layers(folder).declared
+    ]
+    notes += [*recipe.notes, *windows.describe()]
     if latest is None:
         return _Run(job, asleep, notes, start_step=0)
     start_step = _resume(latest, job, asleep.get(config.models[0]), fingerprint)
@@ -260,10 +266,6 @@ def _train(config: RunConfig, run: _Run, steps: int, fingerprint: dict[str, Any]
             is_speaker=parallel.global_rank() == 0,
         ) as log,
     ):
-        if config.freeze_mtp:
-            for role in config.models:
-                if role not in run.asleep:
-                    log.say(f"the {role} has no MTP layers: there is nothing to put to sleep")
         for note in run.notes:
             log.say(note)
         if run.start_step:

@@ -209,6 +209,9 @@ class DistillConfig(RunConfig):
     cross_entropy_weight: Annotated[Rate, Field(le=1)] = Field(
         default=0.0, description="share of the next token's cross-entropy in the loss"
     )
+    teacher_cache: Folder | None = Field(
+        default=None, description="folder for the teacher's top_k logits, computed once and read from then on"
+    )
 
     quantize: Literal["fp8", "nvfp4"] | None = Field(
         default=None, description="train the student's trunk through quantisers, and export it quantised"
@@ -232,6 +235,8 @@ class DistillConfig(RunConfig):
     def _check_loss(self) -> Self:
         if "jensen_shannon_beta" in self.model_fields_set and self.divergence != "jensen_shannon":
             raise ValueError(f"`jensen_shannon_beta` is set and `divergence` is {self.divergence}")
+        if self.teacher_cache is not None and self.top_k is None:
+            raise ValueError("`teacher_cache` needs `top_k`: all logits of all tokens fit on no disk")
         return self
 
 

@@ -395,7 +395,7 @@ class Batch:
 
     def take(self, places: "torch.Tensor") -> Self:
         """The same batch with these tokens of each row only (int64, their places in it)."""
-        per_token = [field.name for field in dataclasses.fields(self) if field.name.endswith("_BS")]
+        per_token = [field.name for field in dataclasses.fields(self) if "_BS" in field.name]
         places = places.to(self.tokens_BS.device)
         return dataclasses.replace(self, **{name: getattr(self, name)[:, places] for name in per_token})
 

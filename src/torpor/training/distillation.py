@@ -20,6 +20,7 @@ from torpor.megatron.hidden_states import (
 from torpor.training.data import Batch
 from torpor.training.loop import LossFunction, Objective
 from torpor.training.losses import LossSettings, TopTokens, distillation_loss
+from torpor.training.teacher_cache import TeacherBatch
 
 
 def build_distillation_model(student: torch.nn.Module, teacher: torch.nn.Module) -> torch.nn.Module:
@@ -95,9 +96,6 @@ def distillation_objective(settings: LossSettings) -> Objective:
     Returns:
         An objective for models of `build_distillation_model`.
     """
-    # The divergence has a name of its own where the loss is something else.
-    divergence = ("divergence",) if settings.temperature != 1.0 or settings.cross_entropy_weight else ()
-    entropy = ("cross_entropy",) if settings.cross_entropy_weight else ()
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         batch = next(batches)
@@ -121,6 +119,47 @@ def distillation_objective(settings: LossSettings) -> Objective:
 
         return output, loss
 
+    return _objective(settings, forward_step)
+
+
+def cached_distillation_objective(settings: LossSettings) -> Objective:
+    """The same from a teacher's likeliest tokens on disk: batches are those of `WindowsWithTeacher`.
+
+    Args:
+        settings: what is minimised, with a `top_k`.
+
+    Returns:
+        An objective for the student alone.
+    """
+
+    def forward_step(
+        batches: Iterator[TeacherBatch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, LossFunction]:
+        batch = next(batches)
+        with hand_over_projection(model) as student:
+            output = model(
+                input_ids=batch.tokens_BS,
+                position_ids=batch.positions_BS,
+                attention_mask=None,
+                labels=batch.labels_BS,
+            )
+
+        def loss(_: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            ours = student.take()
+            assert ours is not None, "the schedule asks the last stage alone"
+            likeliest = (batch.teacher_ids_BSK, batch.teacher_logits_BSK)
+            theirs = TopTokens(*(values_BSK.transpose(0, 1) for values_BSK in likeliest))
+            return _loss(ours, theirs, batch, settings, is_training=model.training)
+
+        return output, loss
+
+    return _objective(settings, forward_step)
+
+
+def _objective(settings: LossSettings, forward_step: Any) -> Objective:
+    # The divergence has a name of its own where the loss is something else.
+    divergence = ("divergence",) if settings.temperature != 1.0 or settings.cross_entropy_weight else ()
+    entropy = ("cross_entropy",) if settings.cross_entropy_weight else ()
     return Objective(
         forward_step,
         training_metrics=("loss", *divergence, *entropy),
