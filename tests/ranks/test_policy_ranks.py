@@ -5,6 +5,7 @@ import torch
 
 import tiny
 from ranks.launch import run_ranks
+from tiny_models import differing
 from torpor import freeze_mtp, policy
 from torpor.checkpoints.folder import open_folder
 from torpor.megatron import parallel
@@ -78,12 +79,13 @@ def run_layout(path, layout, out, is_packed):
     """Values at a layout; gradients saved as a checkpoint, in the place of the weights."""
     from torpor.training.loop import wrap_for_training
 
-    vocabulary.chunk_size = lambda projection: 7
     folder = open_folder(path)
     chunks = build_model(folder.config, layout, torch.float32)
     load_weights(chunks, folder)
     handle = freeze_mtp(chunks)
     wrapped = wrap_for_training(chunks)
+    # What training scripts set: a stage's output is freed once it has been sent on.
+    chunks[0].config.deallocate_pipeline_outputs = True
     without_gradient = None
     if not is_packed:
         without_gradient = policy.compute_log_probs(wrapped, TOKENS, temperature=0.7, micro_batch_size=1)
@@ -97,8 +99,9 @@ def run_layout(path, layout, out, is_packed):
     return {"without_gradient": without_gradient, "reports": reports}
 
 
-def run_layouts(sources, layouts, out, sabotage):
-    """Run everything on this rank."""
+def run_layouts(sources, layouts, out):
+    """Run everything on this rank, seven tokens at a time."""
+    vocabulary.chunk_size = seven
     results = {}
     for source, path in sources.items():
         for name, layout in layouts[source].items():
@@ -106,14 +109,40 @@ def run_layouts(sources, layouts, out, sabotage):
             for is_packed in (False, True):
                 key = (source, name, is_packed)
                 results[key] = run_layout(path, layout, out / "-".join(map(str, key)), is_packed)
-            if sabotage and layout.context > 1:
+            if layout.context > 1:
                 # Summed over the ranks, as autograd's own gather does it: each has the whole loss already.
                 backward = policy._GatherContext.backward
                 policy._GatherContext.backward = staticmethod(summed_backward)
                 run_layout(path, layout, out / f"{source}-{name}-wrong", False)
                 policy._GatherContext.backward = backward
             parallel.shutdown()
+    return results, run_interleaved()
+
+
+def run_interleaved():
+    """Two virtual stages on each of two ranks, with heads asleep and without heads."""
+    from matrix.cases import LAYOUTS, Case
+    from matrix.training import build_chunks, start_layout
+    from tiny_models import GPT, VOCAB
+
+    (layout,) = (layout for layout in LAYOUTS if layout.name == "pp2-vpp2")
+    case = Case(GPT, layout)
+    start_layout(case)
+    dormant, reference = (build_chunks(case, mtp, seed=1) for mtp in (True, False))
+    for chunk, without in zip(dormant, reference, strict=True):
+        names = without.state_dict().keys()
+        without.load_state_dict({n: t for n, t in chunk.state_dict().items() if n in names}, strict=True)
+    handle = freeze_mtp(dormant)
+    tokens = TOKENS.repeat(2, 1) % VOCAB
+    results = [
+        policy.compute_log_probs(chunks, tokens, micro_batch_size=1) for chunks in (dormant, reference)
+    ]
+    handle.check()
     return results
+
+
+def seven(projection):
+    return 7
 
 
 def summed_backward(ctx, grad):
@@ -135,12 +164,14 @@ def largest_difference(found, expected):
 
 
 @pytest.mark.timeout(600)
-def test_every_layout_gives_what_one_rank_gives(tmp_path, megatron_rank):
-    """Tensor, sequence, pipeline, context and expert parallel; padded and packed; tied and hybrid too."""
+def test_every_layout_gives_what_one_rank_gives(tmp_path, megatron_rank, monkeypatch):
+    """Tensor, sequence, pipeline, context, expert parallel; padded and packed; tied, hybrid, interleaved."""
+    monkeypatch.setattr(vocabulary, "chunk_size", seven)
     sources = {
         name: write(tmp_path / name, tokenizer=False, **fields) for name, (write, fields) in SOURCES.items()
     }
-    first, last = run_ranks(run_layouts, 2, sources, LAYOUTS, tmp_path / "two", True, timeout=400)
+    arguments = (sources, LAYOUTS, tmp_path / "two")
+    (first, interleaved), (last, also_interleaved) = run_ranks(run_layouts, 2, *arguments, timeout=400)
     assert len(last) == 2 * sum(map(len, LAYOUTS.values()))
     for source, path in sources.items():
         config = open_folder(path).config
@@ -161,3 +192,10 @@ def test_every_layout_gives_what_one_rank_gives(tmp_path, megatron_rank):
             if not is_packed and (tmp_path / "two" / f"{source}-cp2-wrong").exists():
                 wrong = saved_gradients(tmp_path / "two" / f"{source}-cp2-wrong", config)
                 assert largest_difference(wrong, grads) > 0.5
+
+    # Several chunks on a rank: each runs as many micro-batches, and values reach every stage.
+    dormant, reference = interleaved
+    assert dormant["log_probs"].shape == (4, 16)
+    assert dormant["log_probs"][:, 1:].max() < 0 < dormant["entropy"][:, 1:].min()
+    for values in (reference, *also_interleaved):
+        assert differing(values, dormant) == []

@@ -100,6 +100,20 @@ def test_values_and_gradients_are_those_of_log_softmax(kind, dtype, tolerance):
     assert_close(grads, expected_grads, tolerance)
 
 
+@pytest.mark.parametrize("kind", [GPT, HYBRID], ids=str)
+def test_a_fused_cross_entropy_is_not_asked_for_labels(kind):
+    """There are none, in policy and in ordinary logits alike; nobody derives some from the tokens."""
+    dormant, reference = build_pair(kind, cross_entropy_loss_fusion=True)
+    handle = freeze_mtp(dormant)
+    for model in (dormant, reference):
+        model.compute_language_model_loss = lambda *args: pytest.fail("a cross-entropy was computed")
+    values, grads = run(dormant)
+    expected, expected_grads = run_plain(reference)
+    assert_close(values, expected, 2e-5)
+    assert_close(grads, expected_grads, 2e-5)
+    handle.check()
+
+
 def test_an_entry_is_about_its_own_token():
     """Entry t says how likely token t was after those before it; the first one, after nothing, is 0."""
     model = build(GPT, mtp=False)
