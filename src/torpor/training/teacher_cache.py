@@ -9,6 +9,7 @@ file of this name is always complete. The header says what it was made from; any
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,11 @@ def write_teacher_cache(
         teacher: this rank's bare chunk, with weights, its MTP layers asleep or absent.
         windows: the data.
         settings: batch sizes and layout.
+
+    Raises:
+        ConfigError: the folder cannot be written, or there is no room in it; on every rank, with nothing made.
     """
+    _check_room(folder, _layout(content)[-1])
     path = folder / NAME
     partial = folder / (NAME + ".partial")
     if parallel.global_rank() == 0:
@@ -149,6 +154,20 @@ def write_teacher_cache(
             os.fsync(file.fileno())
         partial.replace(path)
     torch.distributed.barrier()
+
+
+def _check_room(folder: Path, size: int) -> None:
+    """Check for what would end a pass in its middle: a full disk kills whoever writes to a mapped file."""
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        what = "is not writable" if nearest.is_dir() else "is a file"
+        raise ConfigError(f"`teacher_cache`: {nearest} {what}\n  Give a folder that can be written.")
+    free = shutil.disk_usage(nearest).free
+    if size > free:
+        raise ConfigError(
+            f"`teacher_cache`: {folder} needs {size / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free\n"
+            "  Give a folder on a larger disk, or use a smaller `top_k`."
+        )
 
 
 def _run_over_all(

@@ -75,6 +75,38 @@ def test_gradients_of_the_handed_over_are_those_of_the_whole_forward(kind, heads
         torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_balancing_losses_of_experts_reach_the_gradients(recompute):
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+    def grads(coefficient, *, hand_over):
+        model = build(
+            GPT_MOE,
+            moe_router_load_balancing_type="aux_loss",
+            moe_router_enable_expert_bias=False,
+            moe_aux_loss_coeff=coefficient,
+            **(full if recompute else {}),
+        )
+        freeze_mtp(model)
+        inputs = batch()
+        if not hand_over:
+            model(**inputs).mean().backward()
+            return gradients(model)
+        with hand_over_projection(model) as handover:
+            model(**inputs)
+        logits = logits_from(handover.take()).flatten(0, 1)
+        torch.nn.functional.cross_entropy(logits, inputs["labels"].flatten()).backward()
+        return gradients(model)
+
+    def agree(left, right):
+        return all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-6) for name in left)
+
+    whole, ours = grads(0.1, hand_over=False), grads(0.1, hand_over=True)
+    assert whole.keys() == ours.keys()
+    assert agree(whole, ours)
+    assert not agree(ours, grads(0.0, hand_over=True))  # the comparison can fail
+
+
 def test_a_tied_model_hands_over_its_embedding_and_gets_the_gradient_there():
     model = build(GPT_TIED, mtp=False)
     with hand_over_projection(model) as handover:

@@ -313,3 +313,31 @@ def test_a_run_folder_of_another_command(complete):
     record.write_text("[")
     with pytest.raises(ConfigError, match=r"run\.json does not say of which command the run is"):
         run(complete)
+
+
+def test_more_top_tokens_than_the_vocabulary_has(work):
+    refuse(work, ConfigError, "`top_k` is 321", "vocab_size in config.json is 320", top_k=321)
+
+
+def test_a_teacher_cache_is_made_once_and_refused_when_stale(work, monkeypatch):
+    settings = {"teacher_cache": "cache", "top_k": 8}
+    first = run(work, **settings)
+    build = distill_module._build_teacher
+    monkeypatch.setattr(distill_module, "_build_teacher", lambda *_: pytest.fail("the teacher was built"))
+    again = run(work, output="again", **settings)
+    assert (again.first_loss, again.last_loss, again.held_out) == (
+        first.first_loss,
+        first.last_loss,
+        first.held_out,
+    )
+    assert list((work / "cache").iterdir()) == [work / "cache" / "teacher.topk"]
+    monkeypatch.setattr(distill_module, "_build_teacher", build)
+
+    larger = settings | {"top_k": 9}
+    refuse(work, ConfigError, "teacher.topk", "top_k: 8 there, 9 here", **larger, output="o")
+    (work / "text.txt").write_text(TEXT.upper())
+    refuse(work, ConfigError, "teacher.topk", "data: ", **settings, output="o")
+    (work / "text.txt").write_text(TEXT)
+    shutil.rmtree(work / "teacher")
+    tiny.write_nemotron_h(work / "teacher", seed=3)
+    refuse(work, ConfigError, "teacher.topk", "teacher: ", **settings, output="o")

@@ -1,6 +1,8 @@
 """The teacher's likeliest tokens on disk: what is read is what the teacher says; stale files are refused."""
 
 import dataclasses
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -124,6 +126,17 @@ class TestRefusals:
         (fp32.path / "cache" / NAME).write_bytes(damage)
         with pytest.raises(ConfigError, match="is no cache of a teacher"):
             open_teacher_cache(fp32.path / "cache", fp32.content)
+
+    def test_a_disk_without_room(self, fp32, monkeypatch):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+        with pytest.raises(ConfigError, match="GiB are free"):
+            fp32.write()
+        assert not (fp32.path / "cache").exists()
+
+    def test_a_file_in_the_place_of_the_folder(self, fp32):
+        (fp32.path / "cache").touch()
+        with pytest.raises(ConfigError, match="is a file"):
+            fp32.write()
 
     def test_a_truncated_file(self, fp32):
         fp32.write()

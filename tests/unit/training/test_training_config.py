@@ -176,3 +176,32 @@ def test_a_global_batch_that_does_not_divide_over_the_ranks_is_refused(tmp_path)
 def test_every_setting_that_has_to_be_given_says_what_it_is():
     for name, field in DistillConfig.model_fields.items():
         assert not field.is_required() or field.description, name
+
+
+def test_the_loss_has_settings(tmp_path):
+    text = VALID + "divergence: jensen_shannon\njensen_shannon_beta: 0.2\ntemperature: 2\n"
+    config = read(tmp_path, text + "top_k: 64\ncross_entropy_weight: 1\nteacher_cache: cache")
+    assert (config.divergence, config.jensen_shannon_beta, config.temperature) == ("jensen_shannon", 0.2, 2)
+    assert (config.top_k, config.cross_entropy_weight) == (64, 1)
+    assert config.teacher_cache == tmp_path / "cache"
+    config = read(tmp_path, VALID)
+    assert (config.divergence, config.temperature, config.top_k) == ("forward_kl", 1, None)
+    assert (config.cross_entropy_weight, config.teacher_cache) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("divergence: kl", "'forward_kl', 'reverse_kl' or 'jensen_shannon'"),
+        ("temperature: 0", "greater than 0"),
+        ("top_k: 0", "greater than or equal to 1"),
+        ("cross_entropy_weight: 1.5", "less than or equal to 1"),
+        ("cross_entropy_weight: -0.1", "greater than or equal to 0"),
+        ("divergence: jensen_shannon\njensen_shannon_beta: 0", "greater than 0"),
+        ("divergence: jensen_shannon\njensen_shannon_beta: 1", "less than 1"),
+        ("jensen_shannon_beta: 0.2", "`divergence` is forward_kl"),
+        ("teacher_cache: cache", "needs `top_k`"),
+    ],
+)
+def test_losses_that_do_not_exist(tmp_path, line, message):
+    assert message in refusal(tmp_path, VALID + line)
