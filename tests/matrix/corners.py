@@ -59,10 +59,11 @@ def train_asleep(cases: Sequence[Case]) -> list[dict[str, Any]]:
     return results
 
 
-def train_asleep_in_a_row(cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Do the same with batches that are halved: the first rank takes the first half, the second the rest."""
+def train_asleep_and_in_a_row(cases: Sequence[Case], wrong: Case) -> list[dict[str, Any]]:
+    """Do that, and at last a case with halved batches: the first rank takes the first half, not the ends."""
+    results = train_asleep(cases)
     zigzag.zigzag_places = lambda bounds, size: torch.arange(bounds[-1][1]).view(size, -1)
-    return train_asleep(cases)
+    return results + train_asleep([wrong])
 
 
 def move_expert_biases(cases: Sequence[Case]) -> list[dict[str, float]]:

@@ -109,28 +109,30 @@ class TestContextParallel:
     """Asleep on two context parallel ranks, a model is the one that it is on one rank."""
 
     MODELS = (GPT, GPT_TIED, GPT_LEARNED, HYBRID_MOE, HYBRID_MAMBA_MTP)
+    RECOMPUTE = ("none", "full", "selective", "full", "none")
 
-    @pytest.mark.parametrize(("one", "two"), [("single", "cp2"), ("packed", "cp2-packed")])
-    def test_equals_one_rank(self, one, two):
-        """Sums over tokens are taken in another order, in FP32: 1e-5 relative to the largest value.
+    def cases(self, *layouts):
+        models = list(zip(self.MODELS, self.RECOMPUTE, strict=True))
+        return [Case(model, LAYOUT[layout], recompute) for layout in layouts for model, recompute in models]
 
-        Losses of later steps may be ten times that apart, after Adam has divided small gradients by their
-        own size.
+    def test_equals_one_rank(self):
+        """With one sample a row and with packed ones.
+
+        Sums over tokens are taken in another order, in FP32: 1e-5 relative to the largest value. Losses of
+        later steps may be ten times that apart, after Adam has divided small gradients by their own size.
         """
-        recompute = ("none", "full", "selective", "full", "none")
-        whole, *parts = (
-            run_ranks(
-                corners.train_asleep,
-                LAYOUT[name].world,
-                [Case(m, LAYOUT[name], r) for m, r in zip(self.MODELS, recompute, strict=True)],
-            )
-            for name in (one, two)
-        )
-        for expected, first, second in zip(whole[0], *parts[0], strict=True):
+        (whole,) = run_ranks(corners.train_asleep, 1, self.cases("single", "packed"))
+        divided = self.cases("cp2", "cp2-packed")
+        firsts, seconds = run_ranks(corners.train_asleep_and_in_a_row, 2, divided, Case(GPT, LAYOUT["cp2"]))
+        # Ranks that take their chunks in a row look at the wrong keys.
+        in_a_row = torch.cat([results.pop()["logits"][0] for results in (firsts, seconds)], 1)
+        with pytest.raises(AssertionError):
+            self.assert_close(in_a_row, whole[0]["logits"][0], 1e-2)
+        for case, expected, first, second in zip(divided, whole, firsts, seconds, strict=True):
             for name in ("logits", "losses"):
                 for step, row in enumerate(expected[name]):
-                    got = self.in_order(first[name][step], second[name][step], LAYOUT[two])
-                    later = name == "losses" and step >= LAYOUT[two].num_microbatches
+                    got = self.in_order(first[name][step], second[name][step], case.layout)
+                    later = name == "losses" and step >= case.layout.num_microbatches
                     self.assert_close(got, row, 1e-4 if later else 1e-5)
             assert first["grads"].keys() == expected["grads"].keys()
             for name, gradient in expected["grads"].items():
@@ -153,15 +155,6 @@ class TestContextParallel:
     def assert_close(self, got, expected, tolerance):
         assert got.shape == expected.shape
         assert (got - expected).abs().max() <= tolerance * expected.abs().max()
-
-    def test_ranks_that_take_their_chunks_in_a_row_are_caught(self):
-        """Logits of other tokens, whose attention looked at the wrong keys."""
-        case = Case(GPT, LAYOUT["cp2"])
-        (expected,) = run_ranks(corners.train_asleep, 1, [Case(GPT, LAYOUT["single"])])[0]
-        ranks = run_ranks(corners.train_asleep_in_a_row, 2, [case])
-        got = torch.cat([results[0]["logits"][0] for results in ranks], 1)
-        with pytest.raises(AssertionError):
-            self.assert_close(got, expected["logits"][0], 1e-2)
 
 
 class TestExperts:

@@ -1,7 +1,6 @@
 """Runs over context parallel ranks: the losses of one rank a sequence, exports that pass verification."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from ranks.launch import run_ranks
 from torpor.checkpoints.verify import verify_folders
 
 STEPS = 3
-MODELS = {"mimo": tiny.write_mimo, "hybrid": tiny.write_nemotron_h}
 
 
 def write_run(folder: Path, name: str, **settings) -> Path:
@@ -32,18 +30,15 @@ def write_run(folder: Path, name: str, **settings) -> Path:
     return path
 
 
-def run_all(command: str, paths: list[Path]) -> list[tuple[int, int]]:
+def run_all(distillations: list[Path], fine_tunings: list[Path]) -> list[tuple[int, int]]:
     """Make a run of each configuration on this rank; return steps and MTP executions."""
     from torpor.runs.distill import distill
     from torpor.runs.sft import sft
     from torpor.training.config import DistillConfig, SftConfig
     from torpor.training.config_file import read_config
 
-    runs: dict[str, Callable] = {
-        "distill": lambda path: distill(read_config(DistillConfig, path)),
-        "sft": lambda path: sft(read_config(SftConfig, path)),
-    }
-    results = [runs[command](path) for path in paths]
+    results = [distill(read_config(DistillConfig, path)) for path in distillations]
+    results += [sft(read_config(SftConfig, path)) for path in fine_tunings]
     return [(result.steps, result.mtp_executions) for result in results]
 
 
@@ -71,32 +66,22 @@ def assert_same_run(source: Path, whole: Path, divided: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_distillation_has_the_losses_of_one_rank_a_sequence(tmp_path):
+def test_two_ranks_for_a_sequence_learn_what_one_does(tmp_path):
+    """Distillation of a GPT model on windows of text, fine-tuning of a hybrid one on packed samples."""
+    for seed, folder in enumerate(("teacher", "student")):
+        tiny.write_mimo(tmp_path / folder, seed=seed)
     (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 100)
-    paths = []
-    for model, write in MODELS.items():
-        folders = {"teacher": f"{model}-teacher", "student": f"{model}-student"}
-        for seed, folder in enumerate(folders.values()):
-            write(tmp_path / folder, seed=seed)
-        settings = {"data": "text.txt", "sequence_length": 16, **folders}
-        for size in (1, 2):
-            paths.append(write_run(tmp_path, f"{model}-{size}", context_parallel=size, **settings))
-    assert run_ranks(run_all, 2, "distill", paths, timeout=500) == [[(STEPS, 0)] * 4] * 2
-    for model in MODELS:
-        assert_same_run(tmp_path / f"{model}-student", tmp_path / f"{model}-1", tmp_path / f"{model}-2")
-
-
-@pytest.mark.timeout(600)
-def test_fine_tuning_on_packed_samples_has_the_losses_of_one_rank_a_row(tmp_path):
-    """The samples take multiples of four places, so that context parallelism needs no padding."""
+    give_chat(tiny.write_nemotron_h(tmp_path / "model", seed=1))
+    # Samples that take multiples of four places, so that context parallelism needs no padding.
     records = [chat("sing", "la" * 2 * (1 + n % 9)) for n in range(60)]
     write_records(tmp_path / "chat.jsonl", records)
-    paths = []
-    for model, write in MODELS.items():
-        give_chat(write(tmp_path / model, seed=1))
-        settings = {"data": "chat.jsonl", "sequence_length": 128, "model": model}
-        for size in (1, 2):
-            paths.append(write_run(tmp_path, f"{model}-{size}", context_parallel=size, **settings))
-    assert run_ranks(run_all, 2, "sft", paths, timeout=500) == [[(STEPS, 0)] * 4] * 2
-    for model in MODELS:
-        assert_same_run(tmp_path / model, tmp_path / f"{model}-1", tmp_path / f"{model}-2")
+    distil = {"data": "text.txt", "sequence_length": 16, "teacher": "teacher", "student": "student"}
+    tune = {"data": "chat.jsonl", "sequence_length": 128, "model": "model"}
+    distillations, fine_tunings = (
+        [write_run(tmp_path, f"{name}-{size}", context_parallel=size, **settings) for size in (1, 2)]
+        for name, settings in (("distil", distil), ("tune", tune))
+    )
+    found = run_ranks(run_all, 2, distillations, fine_tunings, timeout=500)
+    assert found == [[(STEPS, 0)] * 4] * 2
+    for source, name in (("student", "distil"), ("model", "tune")):
+        assert_same_run(tmp_path / source, tmp_path / f"{name}-1", tmp_path / f"{name}-2")
