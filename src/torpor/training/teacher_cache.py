@@ -135,7 +135,7 @@ def write_teacher_cache(
         settings: batch sizes and layout.
 
     Raises:
-        ConfigError: the folder cannot be written, or there is no room in it; on every rank, with nothing made.
+        ConfigError: the folder cannot be written, or has no room; on every rank, with nothing made.
     """
     _check_room(folder, _layout(content)[-1])
     path = folder / NAME
