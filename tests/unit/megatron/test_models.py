@@ -190,6 +190,16 @@ def test_layout_that_does_not_divide_is_refused_with_both_numbers(tmp_path, layo
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+def test_groups_of_mamba_heads_that_context_parallelism_would_tear_are_refused(tmp_path):
+    config = read_config(tiny.write_nemotron_h, tmp_path) | {"mamba_num_heads": 6}
+    message = r"context parallel size 3 neither divides n_groups / tensor parallel size = 2 nor is a multiple"
+    with pytest.raises(ConfigError, match=message):
+        build_transformer_config(config, Layout(context=3), torch.float32)
+    # Three ranks that share one group's heads, and three that have a group each.
+    for groups in (1, 3):
+        build_transformer_config(config | {"n_groups": groups}, Layout(context=3), torch.float32)
+
+
 def test_vocabulary_that_tensor_parallelism_does_not_divide_is_refused(tmp_path):
     config = read_config(tiny.write_mimo, tmp_path, vocab=321)
     with pytest.raises(ConfigError, match="tensor parallel size 2 does not divide vocab_size = 321"):
