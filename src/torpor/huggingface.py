@@ -143,7 +143,7 @@ def _install(model: torch.nn.Module, source: str | Path) -> "_SaveWithMTP":
         _logger.warning("adapters are saved without MTP layers: they have no trunk; merged saves have them")
     hook = _SaveWithMTP(model, source, hook)
     # On the model itself and not on its class: other models are saved as ever.
-    model.save_pretrained = hook  # type: ignore[method-assign]
+    model.save_pretrained = hook
     return hook
 
 
