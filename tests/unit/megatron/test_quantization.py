@@ -130,9 +130,12 @@ def test_quantised_tensors_are_model_optimizers_own_to_the_bit(tmp_path, name):
 
 @pytest.mark.usefixtures("megatron_rank")
 def test_exported_weights_are_those_that_were_trained_with(source, tmp_path):
-    """A weight read as a server reads it equals what the quantiser gave the layer in training."""
+    """A weight read as a server reads it equals what the quantiser gave the layer in training, also where it
+    has outgrown its scale."""
     # In BF16 the fake quantiser rounds twice, and some values come out one FP8 step beside the real ones.
     model = quantize(build(source, torch.float32))
+    with torch.no_grad():
+        model.get_parameter("decoder.layers.1.self_attention.linear_proj.weight").mul_(1.37)  # hits no tie
     export_folder(save(model, tmp_path), source, tmp_path / "export", quantize="fp8")
     export = open_folder(tmp_path / "export")
     layer = model.get_submodule("decoder.layers.1.self_attention.linear_proj")
@@ -141,7 +144,7 @@ def test_exported_weights_are_those_that_were_trained_with(source, tmp_path):
     served = export.read_tensor(f"{name}.weight").float() * export.read_tensor(f"{name}.weight_scale")
     trained = layer.weight_quantizer(layer.weight).float()
     torch.testing.assert_close(served, trained, rtol=1e-6, atol=0)
-    assert (served - layer.weight.float()).abs().max() > (served - trained).abs().max()
+    assert (served - layer.weight).abs().max() > 0.2 * layer.weight.abs().max(), "the largest do not fit"
     amax = layer.input_quantizer.amax.float()
     assert torch.equal(export.read_tensor(f"{name}.input_scale").reshape(()), amax.reshape(()) / 448)
 
