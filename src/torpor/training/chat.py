@@ -47,8 +47,9 @@ class SampleEncoder:
                                                                ^^^^^ ^^^^^^^^^^
 
     which needs a template that writes the beginning of a conversation the same whatever follows it: checked
-    for every turn of every record. A token counts as response if any of its characters does, as in
-    Transformers.
+    for every turn of every record. Only the generation prompt itself may be more than the turn begins with:
+    of a prompt that opens a thought, `<think>\\n`, and a turn without one, `<think></think>Hello`, the
+    response is `</think>Hello`. A token counts as response if any of its characters does, as in Transformers.
 
     The response of a prompt and a completion is the completion and the end-of-text token after it.
 
@@ -122,9 +123,14 @@ class SampleEncoder:
         for turn in turns:
             before = self._render(messages[:turn], options, where, add_generation_prompt=True)
             after = self._render(messages[: turn + 1], options, where)
-            if not (after.startswith(before) and text.startswith(after)):
+            start = _common_length(before, after)
+            if start < len(before) and not after[:start].startswith(
+                self._render(messages[:turn], options, where)
+            ):
                 raise ConfigError(_explain_prefix(where, turn, before, after, text))
-            spans.append((len(before), len(after)))
+            if not text.startswith(after):
+                raise ConfigError(_explain_prefix(where, turn, before, after, text))
+            spans.append((start, len(after)))
         tokens, offsets = self._tokenize(text)
         is_response = [
             any(begin < end and start < end and begin < stop for start, stop in spans)
@@ -145,7 +151,7 @@ class SampleEncoder:
         )
         marked = [bool(mark) for mark in encoded["assistant_masks"]]
         if first:
-            prompt = self._render(messages[:first], options, where, add_generation_prompt=True)
+            prompt = self._render(messages[:first], options, where)
             if not text.startswith(prompt):
                 raise ConfigError(_explain_prefix(where, first, prompt, text, text))
             _, offsets = self._tokenize(text)
@@ -221,16 +227,20 @@ def _explain_fields(present: Mapping[str, Any], where: str) -> str:
     )
 
 
+def _common_length(one: str, other: str) -> int:
+    """How many characters two texts begin with alike."""
+    shorter = min(len(one), len(other))
+    return next((i for i in range(shorter) if one[i] != other[i]), shorter)
+
+
 def _explain_prefix(where: str, turn: int, before: str, after: str, text: str) -> str:
-    whole, part = (after, before) if not after.startswith(before) else (text, after)
-    same = next(
-        (i for i, (a, b) in enumerate(zip(whole, part, strict=False)) if a != b), min(len(whole), len(part))
-    )
+    whole, part = (text, after) if not text.startswith(after) else (after, before)
+    same = _common_length(whole, part)
     return (
         f"`data`: {where}: the chat template writes what comes before the end of messages[{turn}] in one way"
         f" alone and in another with what follows: {part[max(0, same - 20) : same + 20]!r} becomes"
         f" {whole[max(0, same - 20) : same + 20]!r}\n"
         "  So it cannot be told what the assistant wrote. Mark that in the folder's chat template, with"
-        " {% generation %} and {% endgeneration %}, or split conversations so that only the last message is"
-        " the assistant's."
+        " {% generation %} and {% endgeneration %} (TRL comes with such templates), or split conversations so"
+        " that only the last message is the assistant's."
     )

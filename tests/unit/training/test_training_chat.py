@@ -106,6 +106,19 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     assert pieces(encode(chat("Hi", "Hello"), MARKED_CHATML))  # and that is what helps
 
 
+def test_a_turn_may_leave_the_generation_prompt_but_not_what_is_before_it():
+    # As reasoning models do, whose generation prompt opens a thought that this data does not have.
+    thinking = CHATML.replace("assistant\n{% endif", "assistant\n<think>\n{% endif").replace(
+        "{{ m['content'] }}", "{% if m['role'] == 'assistant' %}<think></think>{% endif %}{{ m['content'] }}"
+    )
+    assert [text for text, is_response in pieces(encode(CONVERSATION, thinking)) if is_response] == [
+        "</think>Hello<|im_end|>\n",
+        "</think>3 \N{HEDGEHOG}<|im_end|>\n",
+    ]
+    counting = "{{ messages | length }}" + thinking
+    assert "messages[1]" in refusal(chat("Hi", "Hello"), counting)
+
+
 @pytest.mark.parametrize(
     ("record", "template", "expected"),
     [

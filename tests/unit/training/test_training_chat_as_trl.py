@@ -1,5 +1,7 @@
 """Our samples are TRL's: the same tokens, and the same of them in the loss."""
 
+from pathlib import Path
+
 import pytest
 
 from chats import CHATML, MARKED_CHATML, chat, chat_tokenizer
@@ -47,3 +49,22 @@ def test_a_record_becomes_the_sample_that_trl_makes_of_it(tmp_path, case):
     assert ours.tokens == theirs["input_ids"]
     labels = [t if flag else -100 for t, flag in zip(ours.tokens, ours.is_response, strict=True)]
     assert labels == theirs["labels"]
+
+
+@pytest.mark.parametrize(
+    ("name", "opening"), [("nemotron_3_nano", ""), ("nemotron_3_nano_training", "<think>")]
+)
+def test_the_templates_of_a_trainable_family_can_be_read(name, opening):
+    """Its generation prompt opens a thought that plain conversations do not have."""
+    import trl
+
+    template = Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja"
+    tokenizer = chat_tokenizer(template.read_text())
+    sample = SampleEncoder(tokenizer).encode({"messages": CONVERSATION}, "here")
+    response = [token for token, flag in zip(sample.tokens, sample.is_response, strict=True) if flag]
+    turn = opening + "</think>{}<|im_end|>\n"
+    assert tokenizer.decode(response) == turn.format("Hello") + turn.format("3 \N{HEDGEHOG}")
+    completion = {"prompt": CONVERSATION[:3], "completion": CONVERSATION[3:]}
+    sample = SampleEncoder(tokenizer).encode(completion, "here")
+    response = [token for token, flag in zip(sample.tokens, sample.is_response, strict=True) if flag]
+    assert tokenizer.decode(response) == turn.format("3 \N{HEDGEHOG}")
