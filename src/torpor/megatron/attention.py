@@ -165,7 +165,7 @@ class TorchDotProductAttention(MegatronModule):
         """Attend within each sample; the context parallel ranks hold two chunks of it each."""
         size, rank = self.cp_group.size(), self.cp_group.rank()
         gathered = gather_from_sequence_parallel_region(
-            torch.cat([key_SBGD, value_SBGE], dim=-1).contiguous(), group=self.cp_group
+            torch.cat([key_SBGD, value_SBGE], dim=-1), group=self.cp_group
         ).unflatten(0, (size, -1))
         parts = []
         for begin, end in bounds:
