@@ -1,5 +1,6 @@
 """Text to batches: every kind of source, packing, the split, the order, and resuming anywhere."""
 
+import dataclasses
 import json
 import logging
 from collections import Counter
@@ -284,6 +285,20 @@ def test_context_parallel_ranks_take_their_chunks_of_every_window(tmp_path):
         own = next(data.training_batches(packed, plan, 3, torch.device("cpu")))
         for name in ("tokens_BS", "labels_BS", "positions_BS"):
             assert torch.equal(getattr(own, name), getattr(whole, name)[:, places])
+
+
+def test_whatever_a_batch_holds_for_each_token_is_taken_along():
+    @dataclasses.dataclass(frozen=True)
+    class Labelled(data.Batch):
+        scores_BSK: torch.Tensor
+        cu_seqlens: torch.Tensor
+
+    row = torch.arange(8).view(1, 8)
+    batch = Labelled(row, row + 1, row, row[..., None] * torch.ones(3), torch.tensor([0, 8]))
+    own = batch.take(torch.tensor([0, 1, 6, 7]))
+    assert own.labels_BS.tolist() == [[1, 2, 7, 8]]
+    assert own.scores_BSK[0, :, 2].tolist() == [0, 1, 6, 7]
+    assert own.cu_seqlens.tolist() == [0, 8]
 
 
 def test_evaluation_reads_held_out_windows_only_and_starts_again_after_the_last(tmp_path):
