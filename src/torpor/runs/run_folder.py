@@ -111,7 +111,8 @@ def _make_run_folder(config: RunConfig, folder: RunFolder, lock: ExitStack) -> N
         # First of all: it tells a later start that the folder is a run's.
         if not record.exists():
             write_json(record, {"command": config.command, **config.model_dump(mode="json")})
-        file = lock.enter_context(record.open("rb"))
+        # For writing: NFS grants exclusive locks to no other.
+        file = lock.enter_context(record.open("r+b"))
     except OSError as error:
         raise ConfigError(
             f"`output`: {config.output} cannot be written: {error.strerror or error}\n"
@@ -125,6 +126,8 @@ def _make_run_folder(config: RunConfig, folder: RunFolder, lock: ExitStack) -> N
             f"`output`: another process is running in {config.output}\n"
             "  Wait for it to end, or give another folder."
         ) from None
+    except OSError:  # a file system without locks, such as Lustre mounted without them: nobody is held off
+        pass
     (config.output / "tokens").mkdir(exist_ok=True)
 
 

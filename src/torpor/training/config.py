@@ -205,7 +205,9 @@ class DistillConfig(RunConfig):
         default=0.5, description="the teacher's share of the Jensen-Shannon mixture"
     )
     temperature: PositiveRate = 1.0
-    top_k: Count | None = Field(default=None, description="compare only the teacher's k likeliest tokens")
+    top_k: Annotated[Count, Field(ge=2)] | None = Field(
+        default=None, description="compare only the teacher's k likeliest tokens; 2 or more"
+    )
     cross_entropy_weight: Annotated[Rate, Field(le=1)] = Field(
         default=0.0, description="share of the next token's cross-entropy in the loss"
     )

@@ -7,10 +7,12 @@ file of this name is always complete. The header says what it was made from; any
 """
 
 import dataclasses
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,25 +137,38 @@ def write_teacher_cache(
         settings: batch sizes and layout.
 
     Raises:
-        ConfigError: the folder cannot be written, or has no room; on every rank, with nothing made.
+        ConfigError: the folder cannot be written, or has no room, or another process is writing to it; on
+            every rank, with nothing made.
     """
     _check_room(folder, _layout(content)[-1])
     path = folder / NAME
     partial = folder / (NAME + ".partial")
-    if parallel.global_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        _write_empty(partial, content)
-    torch.distributed.barrier()
-    ids, logits = _map(partial, content, mode="r+")
-    _run_over_all(teacher, windows, settings, content, ids, logits)
-    for array in (ids, logits):
-        array.flush()
-    torch.distributed.barrier()
-    if parallel.global_rank() == 0:
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    torch.distributed.barrier()
+    with ExitStack() as lock:
+        is_ours = True
+        if parallel.global_rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            is_ours = _begin(partial, content, lock)
+        if not _is_true_on_all_ranks(is_ours):  # and the file is there for all of them
+            raise ConfigError(
+                f"`teacher_cache`: another process is writing {path}\n"
+                "  Give the same command again once it is there, or give another folder."
+            )
+        ids, logits = _map(partial, content, mode="r+")
+        _run_over_all(teacher, windows, settings, content, ids, logits)
+        for array in (ids, logits):
+            array.flush()
+        torch.distributed.barrier()
+        if parallel.global_rank() == 0:
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+            partial.replace(path)
+        torch.distributed.barrier()
+
+
+def _is_true_on_all_ranks(value: bool) -> bool:
+    votes = torch.tensor([int(value)], dtype=torch.int32, device=current_device())
+    torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MIN)
+    return bool(votes.item())
 
 
 def _check_room(folder: Path, size: int) -> None:
@@ -309,11 +324,23 @@ def _encode(content: CacheContent) -> bytes:
     return json.dumps(dataclasses.asdict(content), sort_keys=True).encode()
 
 
-def _write_empty(path: Path, content: CacheContent) -> None:
+def _begin(path: Path, content: CacheContent, lock: ExitStack) -> bool:
+    """Make an empty cache and hold it for as long as `lock` is open; False if another process holds it."""
+    # Not "wb", which would empty what another process is writing.
+    file = lock.enter_context(path.open("ab"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks: nobody is held off
+        pass
+    if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+        return False  # it was finished and renamed since it was opened
     header = _encode(content)
-    with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(_layout(content)[-1])
+    file.truncate(0)
+    file.write(len(header).to_bytes(8, "little") + header)
+    file.truncate(_layout(content)[-1])
+    return True
 
 
 def _read_header(path: Path) -> CacheContent:

@@ -70,6 +70,21 @@ def test_reading_in_pieces(tmp_path, monkeypatch, chunk):
     assert folder.sha256("b") == hashlib.sha256(b"bbbb").hexdigest()
 
 
+def test_a_sample_is_of_the_whole_tensor(tmp_path):
+    """It begins and ends with the tensor, has as many bytes as are asked for, and all of a small one."""
+    data = bytes(range(200))
+    folder = open_folder(write_folder(tmp_path / "model", {"model.safetensors": {"a": ("U8", [200], data)}}))
+    sample = folder.read_sample("a", 32)
+    assert (len(sample), sample[:2], sample[-2:]) == (32, data[:2], data[-2:])
+    assert len(set(sample)) == 32
+    assert folder.read_sample("a", 199)[-13:] == data[-13:]
+    assert folder.read_sample("a", 200) == folder.read_sample("a", 1000) == data
+    with folder.entry("a").file.open("r+b") as file:
+        file.truncate(folder.entry("a").offset + 100)
+    with pytest.raises(CheckpointError):
+        folder.read_sample("a", 32)
+
+
 def test_empty_and_scalar_tensors(tmp_path):
     """Shapes without elements or without dimensions are kept."""
     tensors = {"e": ("F32", [0, 3], b""), "s": ("F32", [], b"\0\0\x80\x3f")}

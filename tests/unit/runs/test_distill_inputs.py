@@ -1,5 +1,6 @@
 """Every kind of bad input ends a distillation before its first step and leaves nothing behind."""
 
+import errno
 import json
 import shutil
 
@@ -7,10 +8,12 @@ import pytest
 import yaml
 
 import tiny
+from raw_folders import write_folder
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
 from torpor.runs import distill as distill_module
 from torpor.runs.distill import distill
+from torpor.runs.inputs import folder_digest
 from torpor.training.config import DistillConfig
 from torpor.training.config_file import read_config
 
@@ -244,6 +247,21 @@ def test_one_process_a_run_folder(complete):
     run(complete)
 
 
+def test_locks_are_asked_for_as_nfs_grants_them_and_done_without_where_there_are_none(work, monkeypatch):
+    import fcntl
+
+    modes = []
+
+    def flock(file, operation):
+        if operation & fcntl.LOCK_EX and not isinstance(file, int):
+            modes.append(file.mode)
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert run(work, top_k=8, teacher_cache="cache").steps == 2
+    assert modes == ["rb+", "ab"]  # the run's folder, the teacher's cache
+
+
 @pytest.mark.parametrize("output", ["/proc/nowhere/run", "/dev/null/run", "text.txt/run"])
 def test_an_output_that_cannot_be_written(work, output):
     with pytest.raises(ConfigError, match=r"`output`: .* (cannot be written|is a file)"):
@@ -317,6 +335,16 @@ def test_a_run_folder_of_another_command(complete):
 
 def test_more_top_tokens_than_the_vocabulary_has(work):
     refuse(work, ConfigError, "`top_k` is 321", "vocab_size in config.json is 320", top_k=321)
+
+
+def test_models_that_differ_in_large_tensors_alone_are_told_apart(tmp_path):
+    # As a model and the same with merged adapters do: configuration, norms and biases are equal.
+    norm = {"norm": ("U8", [4], b"same")}
+    digests = set()
+    for name, byte in (("base", b"\0"), ("tuned", b"\1"), ("base-again", b"\0")):
+        tensors = norm | {"large": ("U8", [2**20], byte * 2**20)}
+        digests.add(folder_digest(open_folder(write_folder(tmp_path / name, {"model.safetensors": tensors}))))
+    assert len(digests) == 2
 
 
 def test_a_teacher_cache_is_made_once_and_refused_when_stale(work, monkeypatch):

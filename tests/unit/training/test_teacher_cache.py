@@ -1,6 +1,7 @@
 """The teacher's likeliest tokens on disk: what is read is what the teacher says; stale files are refused."""
 
 import dataclasses
+import fcntl
 import shutil
 from types import SimpleNamespace
 
@@ -137,6 +138,29 @@ class TestRefusals:
         (fp32.path / "cache").touch()
         with pytest.raises(ConfigError, match="is a file"):
             fp32.write()
+
+    def test_a_file_that_another_process_is_writing(self, fp32):
+        (fp32.path / "cache").mkdir()
+        partial = fp32.path / "cache" / (NAME + ".partial")
+        with partial.open("wb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(b"theirs")
+            file.flush()
+            with pytest.raises(ConfigError, match="another process is writing"):
+                fp32.write()
+            assert partial.read_bytes() == b"theirs"
+        assert fp32.write() is not None  # what a process that was killed has left is in nobody's way
+
+    def test_a_file_that_was_finished_while_it_was_opened(self, fp32, monkeypatch):
+        cache = fp32.write()
+        before = (fp32.path / "cache" / NAME).read_bytes()
+        partial = fp32.path / "cache" / (NAME + ".partial")
+        (fp32.path / "cache" / NAME).rename(partial)
+        monkeypatch.setattr(fcntl, "flock", lambda *_: partial.rename(fp32.path / "cache" / NAME))
+        with pytest.raises(ConfigError, match="another process is writing"):
+            fp32.write()
+        assert (fp32.path / "cache" / NAME).read_bytes() == before
+        assert cache.read([0], 1)
 
     def test_a_truncated_file(self, fp32):
         fp32.write()

@@ -194,7 +194,7 @@ def test_the_loss_has_settings(tmp_path):
     [
         ("divergence: kl", "'forward_kl', 'reverse_kl' or 'jensen_shannon'"),
         ("temperature: 0", "greater than 0"),
-        ("top_k: 0", "greater than or equal to 1"),
+        ("top_k: 1", "greater than or equal to 2"),  # of one token every distribution is the same
         ("cross_entropy_weight: 1.5", "less than or equal to 1"),
         ("cross_entropy_weight: -0.1", "greater than or equal to 0"),
         ("divergence: jensen_shannon\njensen_shannon_beta: 0", "greater than 0"),
