@@ -110,7 +110,13 @@ class SampleEncoder:
                 f"{' in its completion' if first else ''}\n  Leave the record out, or give it a response."
             )
         self._check_template(where)
-        options = {"tools": record.get("tools"), **dict(record.get("chat_template_kwargs") or {})}
+        more = record.get("chat_template_kwargs", {})
+        if not isinstance(more, Mapping):
+            raise ConfigError(
+                f"`data`: {where}: `chat_template_kwargs` is a {type(more).__name__}, not an object\n"
+                '  Write the chat template\'s variables as an object, such as {"enable_thinking": false}.'
+            )
+        options = {"tools": record.get("tools"), **more}
         text = self._render(messages, options, where)
         if self._marks_generation:
             return self._encode_marked(messages, first, text, options, where)
@@ -132,8 +138,9 @@ class SampleEncoder:
                 raise ConfigError(_explain_prefix(where, turn, before, after, text))
             spans.append((start, len(after)))
         tokens, offsets = self._tokenize(text)
+        # A tokenizer that trims offsets (`trim_offsets`) leaves none of a token of spaces but its end.
         is_response = [
-            any(begin < end and start < end and begin < stop for start, stop in spans)
+            any(start < end and (begin < stop or begin == end <= stop) for start, stop in spans)
             for begin, end in offsets
         ]
         return Sample(tokens, is_response)

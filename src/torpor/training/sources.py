@@ -126,7 +126,18 @@ def read_records(source: Source) -> Iterator[tuple[str, dict[str, Any]]]:
     for rows in _table_rows(source):
         for row in rows:
             number += 1
-            yield f"{source.path} row {number}", row
+            yield f"{source.path} row {number}", _without_absent(row)
+
+
+def _without_absent(value: Any) -> Any:
+    """A value of a table without the fields that are None.
+
+    In a table every record has the fields of all, at every depth: a call of one tool has the arguments of the
+    other tools, each None.
+    """
+    if isinstance(value, dict):
+        return {name: _without_absent(field) for name, field in value.items() if field is not None}
+    return [_without_absent(item) for item in value] if isinstance(value, list) else value
 
 
 def _table_rows(source: Source) -> Iterator[list[dict[str, Any]]]:

@@ -135,12 +135,26 @@ def test_a_turn_may_leave_the_generation_prompt_but_not_what_is_before_it():
         (chat("\ud800", "x"), CHATML, ["half of a surrogate pair"]),
         (chat("a", "b"), "{{ raise_exception('roles must alternate') }}", ["roles must alternate"]),
         (chat("a", "b"), "{% for %}", ["cannot be written with the chat template"]),
+        (chat("a", "b") | {"chat_template_kwargs": "{}"}, CHATML, ["`chat_template_kwargs` is a str"]),
     ],
 )
 def test_what_cannot_be_used_is_refused_with_its_place(record, template, expected):
     message = refusal(record, template)
     for part in expected:
         assert part in message
+
+
+def test_spaces_are_learned_from_tokenizers_that_trim_offsets(monkeypatch):
+    from tokenizers import processors
+
+    record = chat("  Hi  ", "  if x:\n    y  ")
+    expected = encode(record)
+    tokenizer = chat_tokenizer()
+    trimming = processors.ByteLevel(trim_offsets=True, add_prefix_space=False)
+    monkeypatch.setattr(tokenizer.backend_tokenizer, "post_processor", trimming)
+    (begin, end), *_ = tokenizer(" ", return_offsets_mapping=True)["offset_mapping"]
+    assert begin == end  # trimmed it is
+    assert SampleEncoder(tokenizer).encode(record, "x") == expected
 
 
 def test_several_templates_are_refused():

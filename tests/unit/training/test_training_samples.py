@@ -169,7 +169,13 @@ def test_a_record_that_is_malformed_far_into_the_data_is_named_and_leaves_nothin
 def test_records_come_from_tables_as_they_do_from_lines(tmp_path):
     import datasets
 
-    records = RECORDS[:-1]
+    # Arrow gives either call both arguments.
+    calls = [{"tool_calls": [{"arguments": arguments}]} for arguments in ({"city": "Jena"}, {"n": 3})]
+    turns = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", **call}]} for call in calls
+    ]
+    records = [*RECORDS[:-3], *turns]
+    assert len(records) == 8
     write_records(tmp_path / "chat.jsonl", records)
     dataset = datasets.Dataset.from_list(records)
     dataset.save_to_disk(str(tmp_path / "set"))
