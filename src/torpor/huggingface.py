@@ -45,7 +45,7 @@ def keep_mtp(model: torch.nn.Module, source: str | Path) -> None:
         CheckpointError: `source` has no whole MTP layers, or the model differs from it in family or sizes.
         UnsupportedModelError: A family, or a way of quantising, that we do not know.
     """
-    _install(model, source)
+    _install(model, Path(source).absolute())
 
 
 class KeepMTPCallback(TrainerCallback):
@@ -60,7 +60,8 @@ class KeepMTPCallback(TrainerCallback):
     """
 
     def __init__(self, source: str | Path):
-        self.source = source
+        # Scripts change their working directory before they save.
+        self.source = Path(source).absolute()
         self._hook: _SaveWithMTP | None = None
 
     def on_init_end(
@@ -125,7 +126,7 @@ class KeepMTPCallback(TrainerCallback):
             self._hook.trainer_state = None
 
 
-def _install(model: torch.nn.Module, source: str | Path) -> "_SaveWithMTP":
+def _install(model: torch.nn.Module, source: Path) -> "_SaveWithMTP":
     get_base_model = getattr(model, "get_base_model", None)
     if get_base_model is not None:  # PEFT's wrapper
         model = get_base_model()
@@ -160,7 +161,7 @@ class _SaveWithMTP:
         failure: Why the heads could not be put into that Trainer's last checkpoint.
     """
 
-    def __init__(self, model: PreTrainedModel, source: str | Path, replaced: Any):
+    def __init__(self, model: PreTrainedModel, source: Path, replaced: Any):
         self.source = source
         self.trainer_state: TrainerState | None = None
         self.failure: str | None = None
@@ -172,13 +173,9 @@ class _SaveWithMTP:
             self._model, save_directory, *args, **kwargs
         )
         said.apply_defaults()
-        if said.arguments["push_to_hub"]:
-            raise ConfigError(
-                "save_pretrained has push_to_hub=True, which uploads before MTP layers can be put back\n"
-                "  Call model.push_to_hub(...), which saves first, or upload the folder after saving it."
-            )
-        self.failure = None
         path = Path(save_directory)
+        self._refuse(path, said.arguments)
+        self.failure = None
         index_before = _identity(path / INDEX_NAME)
         save = self._replaced or type(self._model).save_pretrained.__get__(self._model)
         returned = save(save_directory, *args, **kwargs)
@@ -192,6 +189,29 @@ class _SaveWithMTP:
                 raise
             self.failure = f"{path} was saved without its MTP layers: {error}"
         return returned
+
+    def _refuse(self, path: Path, said: dict[str, Any]) -> None:
+        """Refuse what would lose the heads, before anything is written.
+
+        Raises:
+            ConfigError: The folder is the source itself, or no whole folder would be written.
+        """
+        if said["push_to_hub"]:
+            raise ConfigError(
+                "save_pretrained has push_to_hub=True, which uploads before MTP layers can be put back\n"
+                "  Call model.push_to_hub(...), which saves first, or upload the folder after saving it."
+            )
+        if said["variant"] is not None:
+            raise ConfigError(
+                f"save_pretrained has variant={said['variant']!r}, whose files only readers that ask for it"
+                " find: MTP layers would not be among them\n"
+                "  Save without a variant, into a folder of its own."
+            )
+        if path.exists() and self.source.exists() and path.samefile(self.source):
+            raise ConfigError(
+                f"{path} is the folder that the MTP layers are taken from, and saving would overwrite them\n"
+                "  Save into another folder."
+            )
 
     def _writes(self, is_main_process: bool) -> bool:
         """Whether this process wrote the folder."""

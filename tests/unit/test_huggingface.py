@@ -174,6 +174,35 @@ def test_hub(source, model, tmp_path, monkeypatch):
     assert not (tmp_path / "saved").exists()
 
 
+def test_source_is_not_overwritten(source, model, tmp_path):
+    """The only heads there are would be gone before they could be put back; by whatever name it is called."""
+    keep_mtp(model, source)
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    (tmp_path / "link").symlink_to(source)
+    for path in (source, tmp_path / "link", str(source / "..") + "/source"):
+        with pytest.raises(ConfigError, match="is the folder that the MTP layers are taken from"):
+            model.save_pretrained(path)
+    assert {file.name: file.read_bytes() for file in source.iterdir()} == before
+
+
+def test_variants(source, model, tmp_path):
+    """Their files have names of their own: beside an earlier save, whose heads are whole, they had none."""
+    keep_mtp(model, source)
+    with pytest.raises(ConfigError, match="variant='fp16'"):
+        model.save_pretrained(tmp_path / "saved", variant="fp16")
+    assert not (tmp_path / "saved").exists()
+
+
+def test_working_directory_changes(source, model, tmp_path, monkeypatch):
+    """A relative path means what it meant when it was given."""
+    monkeypatch.chdir(tmp_path)
+    keep_mtp(model, "source")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    model.save_pretrained(tmp_path / "saved")
+    assert verify_folders(source, tmp_path / "saved").ok
+
+
 def test_vocabulary_that_has_grown(source, model, tmp_path):
     """Refused at once, or, where it grows later, when the folder is saved; its trunk is there then."""
     keep_mtp(model, source)
