@@ -134,6 +134,8 @@ def distillation_loss(
             vocabulary is the student's and divided over the same ranks in the same way.
         settings: What is minimised; None for the forward KL.
         labels_BS: Next tokens int64 [b, s]. With them the cross-entropy is computed; -100 leaves a token out.
+            Another id outside the vocabulary, among `TopTokens` too, makes the loss NaN unless its token is
+            left out: an error would have to read it back from the accelerator.
         loss_mask_BS: Weight of each token [b, s], 0 to leave it out; None for 1 everywhere.
         cp_group: Context-parallel ranks that hold the rest of each sequence, or None.
         chunk_size: Tokens to compute at once; None for as many as fit a quarter of a GiB per buffer.
@@ -146,7 +148,11 @@ def distillation_loss(
     """
     settings = settings or LossSettings()
     vocab_rows = _check(student, teacher, settings, labels_BS)
-    tokens = _Tokens.of(student, labels_BS, loss_mask_BS)
+    if chunk_size is not None and chunk_size < 1:
+        raise ConfigError(f"`chunk_size` is {chunk_size}: it has to be at least 1")
+    tokens = _Tokens.of(student, labels_BS, loss_mask_BS).without_sense_where(
+        _ids_outside(teacher, settings, vocab_rows), vocab_rows
+    )
     with torch.no_grad():
         make_chunk = _chunk_maker(student, teacher, settings, tokens.labels_N, vocab_rows)
     size = chunk_size or vocabulary.chunk_size(student)
@@ -202,6 +208,26 @@ class _Tokens:
         labels_N = labels_BS.t().flatten()
         return cls(labels_N, weights_N * (labels_N != IGNORED_LABEL))
 
+    def without_sense_where(self, is_outside_N: torch.Tensor | None, vocab_rows: int) -> "_Tokens":
+        """Give tokens a weight of NaN, unless it is 0, whose label or whose teacher's ids are no tokens."""
+        labels_N, weights_N = self.labels_N, self.weights_N
+        if labels_N is not None:
+            is_no_token_N = (labels_N < 0) | (labels_N >= vocab_rows)
+            is_outside_N = is_no_token_N if is_outside_N is None else is_outside_N | is_no_token_N
+        if is_outside_N is None:
+            return self
+        return _Tokens(labels_N, weights_N.masked_fill(is_outside_N & (weights_N != 0), math.nan))
+
+
+def _ids_outside(
+    teacher: OutputProjection | TopTokens, settings: LossSettings, vocab_rows: int
+) -> torch.Tensor | None:
+    """Say [n] which tokens have an id outside the vocabulary among the teacher's likeliest; None for none."""
+    if isinstance(teacher, OutputProjection):
+        return None
+    ids_NK = teacher.ids_SBK.flatten(0, 1)[:, : settings.top_k]
+    return ((ids_NK < 0) | (ids_NK >= vocab_rows)).any(dim=1)
+
 
 def _sequence_parts(projection: OutputProjection) -> int:
     if projection.tp_group is None or not projection.is_sequence_parallel:
@@ -225,7 +251,15 @@ def _check(
     rows = student.vocab_size or parts * student.weight_VH.shape[0]
     if settings.top_k is not None and settings.top_k > rows:
         raise ConfigError(f"`top_k` is {settings.top_k}, and the vocabulary has {rows} tokens")
+    first, *others = student.hidden_states_SBH.shape[:-1]
+    tokens = (_sequence_parts(student) * first, *others)
     if isinstance(teacher, TopTokens):
+        shapes = tuple(teacher.ids_SBK.shape), tuple(teacher.logits_SBK.shape)
+        if shapes[0] != shapes[1] or shapes[0][:-1] != tokens:
+            raise ConfigError(
+                f"the teacher's tokens have ids of shape {shapes[0]} and logits of shape {shapes[1]}, and the"
+                f" student's tokens are {tokens}: both have to be [s, b, k] of the same tokens"
+            )
         available = teacher.ids_SBK.shape[-1]
         if settings.top_k is None or settings.top_k > available:
             raise ConfigError(
@@ -244,9 +278,8 @@ def _check(
             " on other ranks\n"
             "  Logits are compared one by one: both need the same vocabulary, divided in the same way."
         )
-    if _sequence_parts(teacher) * teacher.hidden_states_SBH.shape[0] != (
-        _sequence_parts(student) * student.hidden_states_SBH.shape[0]
-    ):
+    first, *others = teacher.hidden_states_SBH.shape[:-1]
+    if (_sequence_parts(teacher) * first, *others) != tokens:
         raise ConfigError(
             f"the hidden states are {tuple(student.hidden_states_SBH.shape)} of the student and"
             f" {tuple(teacher.hidden_states_SBH.shape)} of the teacher: not of the same tokens"

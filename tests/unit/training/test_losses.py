@@ -256,6 +256,33 @@ def test_a_teachers_likeliest_tokens_stand_for_its_hidden_states():
     assert agree(results[0].loss, results[1].loss, student, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("label", [-1, V, V + 5])
+def test_labels_outside_the_vocabulary_are_not_trained_on(label):
+    """Nothing plausible comes of them: NaN, or what it is without them where the mask leaves them out."""
+    student, teacher, labels_BS, mask_BS = inputs()
+    settings = LossSettings(cross_entropy_weight=0.3)
+    wanted = distillation_loss(student, teacher, settings, labels_BS=labels_BS, loss_mask_BS=mask_BS)
+    for place, is_left_out in (((1, 0), True), ((1, 1), False)):
+        wrong_BS = labels_BS.clone()
+        wrong_BS[place] = label
+        result = distillation_loss(student, teacher, settings, labels_BS=wrong_BS, loss_mask_BS=mask_BS)
+        assert agree(result.loss, wanted.loss, student, rtol=0, atol=0) == is_left_out
+        assert result.loss.isnan() != is_left_out
+
+
+@pytest.mark.parametrize("token", [-1, V])
+def test_a_teachers_tokens_outside_the_vocabulary_are_not_trained_on(token):
+    """Only among those that are compared, and only where the mask counts them."""
+    student, teacher, _, mask_BS = inputs()
+    logits_SBK, ids_SBK = (teacher.hidden_states_SBH @ teacher.weight_VH.t()).topk(3, dim=-1)
+    for place, is_nan in (((0, 0, 0), True), ((0, 0, 2), False), ((0, 1, 0), False)):
+        wrong_SBK = ids_SBK.clone()
+        wrong_SBK[place] = token
+        stored = TopTokens(wrong_SBK, logits_SBK)
+        result = distillation_loss(student, stored, LossSettings(top_k=2), loss_mask_BS=mask_BS)
+        assert result.loss.isnan() == is_nan
+
+
 class _LargestTensor(TorchDispatchMode):
     """Notes the most elements that any operation's result has."""
 
@@ -343,6 +370,29 @@ class TestRefusals:
         other = OutputProjection(teacher.hidden_states_SBH[1:], teacher.weight_VH)
         with pytest.raises(ConfigError, match="not of the same tokens"):
             distillation_loss(student, other)
+
+    def test_a_teacher_of_more_sequences(self):
+        """Its first tokens would be compared with the student's, and they are others."""
+        student, teacher, _, _ = inputs()
+        states = torch.cat([teacher.hidden_states_SBH, teacher.hidden_states_SBH], dim=1)
+        with pytest.raises(ConfigError, match="not of the same tokens"):
+            distillation_loss(student, OutputProjection(states, teacher.weight_VH))
+
+    @pytest.mark.parametrize(
+        "shapes",
+        [((B, S, 2), (B, S, 2)), ((S + 1, B, 2), (S + 1, B, 2)), ((S, B, 3), (S, B, 2))],
+        ids=["rows-first", "more-tokens", "different"],
+    )
+    def test_top_tokens_of_another_shape(self, shapes):
+        stored = TopTokens(torch.zeros(shapes[0], dtype=torch.int32), torch.zeros(shapes[1]))
+        with pytest.raises(ConfigError, match="of the same tokens"):
+            distillation_loss(inputs()[0], stored, LossSettings(top_k=2))
+
+    @pytest.mark.parametrize("chunk_size", [0, -1])
+    def test_chunks_without_tokens(self, chunk_size):
+        student, teacher, _, _ = inputs()
+        with pytest.raises(ConfigError, match="at least 1"):
+            distillation_loss(student, teacher, chunk_size=chunk_size)
 
     def test_labels_and_masks_of_another_shape(self):
         student, teacher, labels_BS, mask_BS = inputs()
