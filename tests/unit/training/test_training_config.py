@@ -201,6 +201,9 @@ def test_the_loss_has_settings(tmp_path):
         ("divergence: jensen_shannon\njensen_shannon_beta: 1", "less than 1"),
         ("jensen_shannon_beta: 0.2", "`divergence` is forward_kl"),
         ("teacher_cache: cache", "needs `top_k`"),
+        ("top_k: 8\nteacher_cache: models/student", "within `student`"),
+        ("top_k: 8\nteacher_cache: models/teacher/x", "within `teacher`"),
+        ("top_k: 8\nteacher_cache: run/cache", "within `output`"),
     ],
 )
 def test_losses_that_do_not_exist(tmp_path, line, message):
