@@ -125,8 +125,9 @@ class TorchDotProductAttention(MegatronModule):
             [S, B, H * E] in the dtype of the query, with B = 1 if packed.
 
         Raises:
-            ConfigError: A bias, a mask that is no bool or for packed sequences, causal attention with more
-                queries than keys, or samples that context parallelism does not divide.
+            ConfigError: A bias, a mask that is no bool or for packed sequences, one of padding alone in a
+                causal layer, causal attention with more queries than keys, or samples that context
+                parallelism does not divide.
         """
         self._check_inputs(query, key, attention_mask, attention_bias, packed_seq_params)
         if packed_seq_params is not None:
@@ -252,6 +253,14 @@ class TorchDotProductAttention(MegatronModule):
             raise ConfigError(f"{where}: an attention_bias was passed; supported is None")
         if mask is not None and mask.dtype != torch.bool:
             raise ConfigError(f"{where}: attention_mask is of {mask.dtype}; supported is torch.bool")
+        # One row for all queries says what is padding and not who comes before whom.
+        if self.is_causal and mask is not None and query.size(0) > 1 and mask.shape[-2:-1] in ((), (1,)):
+            raise ConfigError(
+                f"{where}: attention_mask has the shape {tuple(mask.shape)}, one row for all {query.size(0)}"
+                " queries, and a mask counts alone: each of them would see the tokens after it\n"
+                "  Pass None, which is causal and right for padding on the right, or a row for each query,"
+                " True where it must not look."
+            )
         if packed is not None and mask is not None:
             raise ConfigError(
                 f"{where}: an attention_mask was passed beside packed_seq_params, which already say who sees "

@@ -472,6 +472,14 @@ class TestRefusals:
             module(*inputs, None, attention_bias=torch.zeros(1, 1, 6, 6))
         with pytest.raises(ConfigError, match=r"attention_mask is of torch\.float32"):
             module(*inputs, torch.zeros(1, 1, 6, 6))
+        padding = torch.zeros(inputs[0].size(1), 1, 1, 6, dtype=torch.bool)
+        padding[..., 4:] = True
+        with pytest.raises(ConfigError, match="each of them would see the tokens after it"):
+            module(*inputs, padding)
+        with pytest.raises(ConfigError, match="each of them would see the tokens after it"):
+            module(*inputs, padding[0, 0, 0])
+        build(mask_type=AttnMaskType.no_mask)(*inputs, padding.to(inputs[0].device))
+        module(inputs[0][-1:], *inputs[1:], padding.to(inputs[0].device))
         with pytest.raises(ConfigError, match="6 queries for 4 keys in causal order"):
             module(inputs[0], inputs[1][:4], inputs[2][:4], None)
 
