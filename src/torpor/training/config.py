@@ -245,13 +245,13 @@ class DistillConfig(RunConfig):
     def _check_cache_folder(self) -> Self:
         if self.teacher_cache is None:
             return self
-        # An export copies what lies beside the student's weights; an output is removed if its run fails early.
+        # An export copies what lies beside the weights; an output is removed if its run fails early.
         for name in (*self.models, "output"):
             other = getattr(self, name)
             if self.teacher_cache.resolve().is_relative_to(other.resolve()):
                 raise ValueError(
-                    f"`teacher_cache` {self.teacher_cache} lies within `{name}` {other}, and needs a folder of"
-                    " its own"
+                    f"`teacher_cache` {self.teacher_cache} lies within `{name}` {other}, and needs a folder"
+                    " of its own"
                 )
         return self
 
