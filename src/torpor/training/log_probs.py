@@ -36,7 +36,8 @@ def log_probs_and_entropy(
         temperature: Divides the logits.
 
     Returns:
-        Log-probabilities and entropies in nats, [N] each, FP32 (FP64), the same on every such rank.
+        Log-probabilities and entropies in nats, [N] each, FP32 (FP64), the same on every such rank. Ids
+        outside the vocabulary have the log-probability NaN: an error would have to read them back.
         Only first derivatives are defined.
     """
     log_probs_N, entropy_N = _LogProbsAndEntropy.apply(
@@ -74,7 +75,8 @@ class _LogProbsAndEntropy(torch.autograd.Function):
         )
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return torch.cat(log_probs), entropy_N
+        log_probs_N = torch.cat(log_probs).masked_fill_(vocabulary.outside(targets_N, projection), torch.nan)
+        return log_probs_N, entropy_N
 
     @staticmethod
     @once_differentiable

@@ -77,6 +77,12 @@ def local_rows(projection: OutputProjection) -> tuple[torch.Tensor, int]:
     return weight_VH, start
 
 
+def outside(ids: torch.Tensor, projection: OutputProjection) -> torch.Tensor:
+    """Say which ids are no tokens of the whole vocabulary."""
+    size = projection.vocab_size or _size(projection.tp_group) * projection.weight_VH.shape[0]
+    return (ids < 0) | (ids >= size)
+
+
 def log_softmax(
     logits_NV: torch.Tensor, group: dist.ProcessGroup | None, temperature: float = 1.0
 ) -> torch.Tensor:

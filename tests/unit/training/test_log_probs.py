@@ -103,6 +103,20 @@ def test_what_is_frozen_gets_no_gradient(frozen):
     assert [hidden.grad is None, weight.grad is None] == [frozen == 0, frozen == 1]
 
 
+@pytest.mark.parametrize(("vocab_size", "token"), [(None, -1), (None, V), (V - 2, V - 2)])
+def test_ids_outside_the_vocabulary_have_no_log_probability(vocab_size, token):
+    """Not one that looks likely, as a divided embedding takes any id; the others have theirs."""
+    hidden, weight, targets = inputs()
+    projection = OutputProjection(hidden, weight, vocab_size=vocab_size)
+    targets = targets.clamp(max=V - 3)
+    before, _ = log_probs_and_entropy(projection, targets)
+    targets[4] = token
+    found, entropy = log_probs_and_entropy(projection, targets)
+    assert found.isnan().nonzero().flatten().tolist() == [4]
+    assert torch.equal(found.nan_to_num(before[4].item()), before)
+    assert entropy.isfinite().all()
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes the size of the largest tensor that any operation makes."""
 
