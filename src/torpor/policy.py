@@ -16,6 +16,7 @@ Shape suffixes: B sequences, S tokens of each.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,6 +36,7 @@ def forward(
     tokens: torch.Tensor,
     *,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     position_ids: torch.Tensor | None = None,
     packed_seq_params: "PackedSeqParams | None" = None,
     **inputs: Any,
@@ -59,6 +61,8 @@ def forward(
         model: This rank's chunk of a GPTModel or HybridModel after `freeze_mtp`, wrapped or not.
         tokens: Token ids [b, s], int64, the same on all ranks but data-parallel ones.
         temperature: Divides the logits; the one that the rollout was drawn with.
+        vocab_size: Rows of the whole output weight that stand for a token, where rows were appended so that
+            they divide over the ranks; those have no part in a rollout's distribution. None for all.
         position_ids: Positions [b, s]; from 0 in each sequence by default.
         packed_seq_params: Where the sequences of one packed row [1, s] begin, in the "thd" format.
         inputs: What else the model's forward takes, `attention_mask` or `padding_mask` for instance, as it
@@ -71,13 +75,13 @@ def forward(
     Raises:
         UnsupportedModelError: If MTP layers of the model are awake: without labels Megatron trains them on
             the tokens, and their loss enters the policy's gradient.
-        ConfigError: If tokens, temperature or packing do not fit.
+        ConfigError: If tokens, temperature, vocabulary or packing do not fit.
     """
     language_model = find_language_model(model)
     _refuse_awake(language_model)
     is_first_BS = _first_tokens(tokens, packed_seq_params)
     context = _Context.of(language_model.pg_collection.cp, tokens, packed_seq_params)
-    _check_inputs(language_model.config, tokens.shape[1], context.size, temperature)
+    _check_inputs(language_model.config, tokens.shape[1], context.size, temperature, vocab_size)
     if position_ids is None:
         position_ids = _positions(is_first_BS)
     inputs = {"attention_mask": None, "packed_seq_params": packed_seq_params} | inputs
@@ -88,6 +92,7 @@ def forward(
     projection = handover.take()
     if projection is None:
         return output
+    projection = replace(projection, vocab_size=vocab_size)
     # What follows each token: after the last one whatever it is, for nobody looks at it.
     targets_SB = context.take(tokens.roll(-1, dims=1)).t()
     values = log_probs_and_entropy(projection, targets_SB.flatten(), temperature=temperature)
@@ -100,6 +105,7 @@ def compute_log_probs(
     tokens: torch.Tensor,
     *,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
     micro_batch_size: int | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return how likely tokens are, without gradients: for `old_log_probs` and for a reference.
@@ -111,6 +117,7 @@ def compute_log_probs(
         model: This rank's chunk or chunks, after `freeze_mtp`, wrapped or not.
         tokens: Token ids [b, s], int64, padded on the right; the same on all ranks but data-parallel ones.
         temperature: Divides the logits.
+        vocab_size: Rows of the output weight that stand for a token, as in `forward`.
         micro_batch_size: Sequences to run at once; all by default.
 
     Returns:
@@ -118,7 +125,7 @@ def compute_log_probs(
 
     Raises:
         UnsupportedModelError: If MTP layers of the model are awake.
-        ConfigError: If tokens, temperature or the size of a micro-batch do not fit.
+        ConfigError: If tokens, temperature, vocabulary or the size of a micro-batch do not fit.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -132,7 +139,8 @@ def compute_log_probs(
     batches = tokens.split(size)
 
     def forward_step(batches: Iterator[torch.Tensor], chunk: torch.nn.Module) -> Any:
-        return forward(chunk, next(batches), temperature=temperature), lambda output, non_loss_data: output
+        output = forward(chunk, next(batches), temperature=temperature, vocab_size=vocab_size)
+        return output, lambda output, non_loss_data: output
 
     modes = [(module, module.training) for chunk in chunks for module in chunk.modules()]
     try:
@@ -176,9 +184,13 @@ def _refuse_awake(language_model: Any) -> None:
         )
 
 
-def _check_inputs(config: Any, num_tokens: int, context_size: int, temperature: float) -> None:
+def _check_inputs(
+    config: Any, num_tokens: int, context_size: int, temperature: float, vocab_size: int | None
+) -> None:
     if not temperature > 0:
         raise ConfigError(f"temperature is {temperature}: it has to be greater than 0")
+    if vocab_size is not None and vocab_size < 1:
+        raise ConfigError(f"vocab_size is {vocab_size}: it has to be at least 1, or None for all rows")
     parts = context_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
     if num_tokens % parts:
         raise ConfigError(

@@ -114,6 +114,23 @@ def test_a_fused_cross_entropy_is_not_asked_for_labels(kind):
     handle.check()
 
 
+def test_rows_of_padding_are_no_tokens():
+    """A vocabulary that was padded to divide over ranks: the rollout's distribution is over its tokens."""
+    size, model = VOCAB - 5, build(GPT, mtp=False).double()
+    tokens = TOKENS.clamp(max=size - 1)
+    values, grads = run(model, tokens, vocab_size=size)
+    compared = policy.compute_log_probs(model, tokens, vocab_size=size)
+    assert differing(values, compared) == []
+    model.zero_grad()
+    forward = model.forward
+    model.forward = lambda *inputs: forward(*inputs)[..., :size]
+    expected, expected_grads = run_plain(model, tokens)
+    del model.forward
+    assert_close(values, expected, 1e-12)
+    assert_close(grads, expected_grads, 1e-12)
+    assert (run(model, tokens)[0]["log_probs"] - expected["log_probs"]).abs().max() > 1e-3
+
+
 def test_an_entry_is_about_its_own_token():
     """Entry t says how likely token t was after those before it; the first one, after nothing, is 0."""
     model = build(GPT, mtp=False)
@@ -313,9 +330,10 @@ def test_a_training_step_through_ddp_and_the_schedule():
         (TOKENS.float(), {}, r"torch.float32.*int64"),
         (TOKENS[:, :0], {}, r"shape \(2, 0\)"),
         (TOKENS, {"temperature": 0.0}, r"temperature is 0.0"),
+        (TOKENS, {"vocab_size": 0}, r"vocab_size is 0"),
         (TOKENS, {"packed": True}, r"shape \(2, 16\)(?s:.*)one row"),
     ],
-    ids=["one-row", "not-ids", "empty", "temperature", "packed-rows"],
+    ids=["one-row", "not-ids", "empty", "temperature", "vocabulary", "packed-rows"],
 )
 def test_what_does_not_fit_is_refused(tokens, arguments, message):
     """Before the model is called."""
