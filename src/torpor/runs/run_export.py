@@ -46,10 +46,7 @@ def export_run(
         write(out)
         write_json(config.output / "export.json", _record(steps, fingerprint))
         shutil.rmtree(stale, ignore_errors=True)
-    verified = _verify(config, source)
-    if verified is not None:
-        write_json(config.output / "verify.json", verified.to_json())
-    return verified
+    return _verify(config, source)
 
 
 def is_exported(config: RunConfig, steps: int, fingerprint: dict[str, Any]) -> bool:
@@ -131,6 +128,9 @@ def _read_record(config: RunConfig) -> dict[str, Any] | None:
 
 
 def _verify(config: RunConfig, source: Folder) -> VerifyResult | None:
+    """Compare the export with its source and write down what was found."""
     if not count_mtp_layers(source).declared:
         return None
-    return verify_folders(source.path, config.output / "export")
+    verified = verify_folders(source.path, config.output / "export")
+    write_json(config.output / "verify.json", verified.to_json())
+    return verified

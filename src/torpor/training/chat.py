@@ -91,10 +91,10 @@ class SampleEncoder:
         for name, text in (("prompt", prompt), ("completion", completion)):
             _check_characters(text, name, where)
         # Apart, since the model reads the prompt alone when it is asked for the completion.
-        given = list(tokenizer(prompt)["input_ids"])
+        given = list(tokenizer(prompt, verbose=False)["input_ids"])
         if given[-1:] == [tokenizer.eos_token_id] and not prompt.endswith(str(tokenizer.eos_token)):
             given.pop()  # some tokenizers end every text with it
-        response = list(tokenizer(completion, add_special_tokens=False)["input_ids"])
+        response = list(tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"])
         if response[-1:] != [tokenizer.eos_token_id]:
             response.append(tokenizer.eos_token_id)
         return Sample(given + response, [False] * len(given) + [True] * len(response))

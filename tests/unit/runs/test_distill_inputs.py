@@ -211,6 +211,7 @@ def test_a_finished_run_looks_at_its_export_again(complete):
     flip_an_mtp_bit(complete / "new" / "run" / "export")
     with pytest.raises(TorporError, match="Do not ship this export"):
         run(complete)
+    assert json.loads((complete / "new" / "run" / "verify.json").read_text())["ok"] is False
 
 
 def test_a_finished_run_with_a_damaged_summary_says_so(complete):
