@@ -188,6 +188,8 @@ class _SaveWithMTP:
             if not self._is_checkpoint(path):
                 raise
             self.failure = f"{path} was saved without its MTP layers: {error}"
+            # Nobody else says so where training was interrupted and its loop will not get to `on_save`.
+            _logger.error("%s", self.failure)
         return returned
 
     def _refuse(self, path: Path, said: dict[str, Any]) -> None:

@@ -203,6 +203,17 @@ def test_working_directory_changes(source, model, tmp_path, monkeypatch):
     assert verify_folders(source, tmp_path / "saved").ok
 
 
+def test_a_checkpoint_after_an_interruption(source, model, tmp_path, caplog):
+    """Whoever catches it and saves under the name of a checkpoint hears if heads are missing."""
+    keep_mtp(model, source)
+    model.save_pretrained.trainer_state = transformers.TrainerState(global_step=3)
+    source.rename(tmp_path / "elsewhere")
+    model.save_pretrained(tmp_path / "checkpoint-3")
+    assert "checkpoint-3 was saved without its MTP layers" in caplog.text
+    with pytest.raises(CheckpointError, match="does not exist"):
+        model.save_pretrained(tmp_path / "checkpoint-4")
+
+
 def test_vocabulary_that_has_grown(source, model, tmp_path):
     """Refused at once, or, where it grows later, when the folder is saved; its trunk is there then."""
     keep_mtp(model, source)
