@@ -7,7 +7,7 @@ import torch
 
 from torpor.checkpoints.families import check_heads, find_family
 from torpor.checkpoints.folder import Folder, open_folder
-from torpor.errors import ConfigError
+from torpor.errors import ConfigError, TorporError
 from torpor.megatron.models import build_transformer_config
 from torpor.megatron.parallel import Layout
 from torpor.training.config import OptimizationConfig, RunConfig
@@ -63,7 +63,11 @@ def open_model(role: str, config: RunConfig, layout: Layout) -> Folder:
     # Before the whole map, whose complaint would not say that it is the heads that are missing.
     check_heads(folder)
     find_family(folder.config).name_map(folder.config).check(folder.tensors)
-    build_transformer_config(folder.config, layout, model_dtype(config), recompute=config.recompute)
+    try:
+        build_transformer_config(folder.config, layout, model_dtype(config), recompute=config.recompute)
+    except TorporError as error:
+        # It knows a configuration and not whose, and a run may have several models.
+        raise type(error)(f"`{role}` {path}: {error}") from error
     longest = folder.config.get("max_position_embeddings")
     if longest is not None and config.sequence_length > longest:
         raise ConfigError(

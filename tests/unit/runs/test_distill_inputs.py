@@ -129,6 +129,7 @@ def test_a_layout_that_does_not_divide(work, monkeypatch):
     refuse(
         work,
         ConfigError,
+        "`student`",
         "tensor parallel size 3 does not divide",
         tensor_parallel=3,
         sequence_parallel=True,
