@@ -543,11 +543,11 @@ class FolderWriter:
         for name in self._contents.keys() - {companion.name for companion in self._companions}:
             self._write_file(name, self._contents[name])
         self._write_file(CONFIG_NAME, self._config_bytes)
-        fsync_folder(self._aside)
+        fsync_path(self._aside)
         # Renaming onto an empty folder succeeds, so the name is looked at once more.
         self._refuse_existing()
         self._aside.rename(self.out)
-        fsync_folder(self.out.parent)
+        fsync_path(self.out.parent)
 
     def _write_file(self, name: str, data: bytes) -> None:
         with (self._aside / name).open("xb") as stream:
@@ -718,8 +718,8 @@ def remove_abandoned(out: Path) -> None:
                 os.close(lock)
 
 
-def fsync_folder(path: Path) -> None:
-    """Make a folder's names durable."""
+def fsync_path(path: Path) -> None:
+    """Make a file's bytes, or a folder's names, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

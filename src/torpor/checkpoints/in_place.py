@@ -19,7 +19,7 @@ from torpor.checkpoints.folder import (
     SINGLE_NAME,
     Folder,
     Shard,
-    fsync_folder,
+    fsync_path,
     lock_folder,
     remove_abandoned,
     round_up,
@@ -97,15 +97,15 @@ def _add_tensors(
     if added:
         # Who wrote the trunk need not have made it durable, and the index vouches for it.
         for name in set(files.values()):
-            _fsync_file(path / name)
-        fsync_folder(path)
+            fsync_path(path / name)
+        fsync_path(path)
         _replace(path / INDEX_NAME, _index(folder, added, files), aside)
-        fsync_folder(path)
+        fsync_path(path)
     # Also what a process left that was killed at this very place.
     single = path / SINGLE_NAME
     if SINGLE_NAME not in files.values() and single.exists():
         single.unlink()
-        fsync_folder(path)
+        fsync_path(path)
 
 
 def _write_shards(aside: Path, added: Mapping[str, tuple[Folder, str]]) -> list[tuple[Path, list[str]]]:
@@ -165,11 +165,3 @@ def _replace(file: Path, data: bytes, aside: Path) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     new.replace(file)
-
-
-def _fsync_file(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import random
 import re
 import shutil
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 
+from torpor.checkpoints.folder import fsync_path
 from torpor.errors import CheckpointError, ConfigError
 from torpor.megatron.weights import SHARDING_METADATA, first_cause
 
@@ -133,10 +133,10 @@ def save_checkpoint(
     def publish() -> None:
         (partial / _STATE_FILE).write_text(json.dumps(asdict(state), indent=1) + "\n")
         for file in partial.iterdir():
-            _fsync(file)
-        _fsync(partial)
+            fsync_path(file)
+        fsync_path(partial)
         partial.rename(final)
-        _fsync(directory)
+        fsync_path(directory)
         _point_to(directory, final.name)
         _prune(directory, keep)
 
@@ -654,9 +654,9 @@ def _point_to(directory: Path, name: str) -> None:
     pointer = directory / _LATEST_FILE
     aside = pointer.with_name(pointer.name + _PARTIAL)
     aside.write_text(name + "\n")
-    _fsync(aside)
+    fsync_path(aside)
     aside.replace(pointer)
-    _fsync(directory)
+    fsync_path(directory)
 
 
 def _prune(directory: Path, keep: int) -> None:
@@ -673,14 +673,6 @@ def _remove(path: Path) -> None:
         if not path.name.endswith(_PARTIAL):
             path = path.rename(path.with_name(path.name + _PARTIAL))
         shutil.rmtree(path)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _rank() -> int:
