@@ -168,7 +168,15 @@ def test_a_signal_finishes_the_step_saves_and_returns(job):
     assert signal.getsignal(signal.SIGTERM) == previous
 
 
-def test_a_second_signal_does_not_wait():
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as a terminal has it; a shell starts what runs in the background with SIGINT ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_a_second_signal_does_not_wait(interruptible):
     with StopRequest() as stop:
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal_number == signal.SIGINT
