@@ -54,6 +54,8 @@ KERNEL_COPY_BYTES = 2**30
 CANNOT_COPY = (errno.ENOSYS, errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.ETXTBSY)
 # A shard's header is written last, into room left for it, so that tensors can be streamed behind it.
 MIN_HEADER_ROOM = 2**12
+# Complete shards whose bytes the system still moves to the disk while the next one is written.
+MAX_SEALED = 8
 MAX_HEADER_ROOM = 2**20
 
 # Safetensors' words for torch's dtypes, by attribute name; torch itself is imported only to move tensors.
@@ -374,6 +376,7 @@ class FolderWriter:
         self._total_bytes = 0
         self._num_shards = 0
         self._shard: Shard | None = None
+        self._sealed: list[Shard] = []  # complete, and on their way to the disk while the next one is written
         expected = like.tensors.values() if like else ()
         room = sum(len(encode_entry(e.name, e.dtype, e.shape, 2**40, 2**40)) + 1 for e in expected)
         self._header_room = round_up(min(max(room, MIN_HEADER_ROOM), MAX_HEADER_ROOM))
@@ -393,8 +396,8 @@ class FolderWriter:
             if kind is None:
                 self._finish()
         finally:
-            if self._shard:
-                self._shard.stream.close()
+            for shard in (*self._sealed, *((self._shard,) if self._shard else ())):
+                shard.stream.close()
             # After a rename there is nothing left under this name.
             shutil.rmtree(self._aside, ignore_errors=True)
             if self._lock is not None:
@@ -516,14 +519,19 @@ class FolderWriter:
 
     def _close_shard(self) -> None:
         assert self._shard is not None
-        self._shard.finish()
+        self._shard.seal()
+        self._sealed.append(self._shard)
         self._shard = None
+        if len(self._sealed) > MAX_SEALED:
+            self._sealed.pop(0).finish()
 
     def _finish(self) -> None:
         if not self._written:
             raise CheckpointError(f"no tensor was written to {self.out}")
         if self._shard:
             self._close_shard()
+        while self._sealed:
+            self._sealed.pop(0).finish()
         names = {
             n: SINGLE_NAME
             if self._num_shards == 1
@@ -625,13 +633,16 @@ class Shard:
         self._header_bytes = self._header_bytes_with(entry)
         self._nbytes += nbytes
 
+    def seal(self) -> None:
+        """Write the header: no tensor can follow."""
+        self.stream.seek(0)
+        header = ("{" + ",".join(self._entries) + "}").encode()
+        self.stream.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+        self.stream.flush()
+
     def finish(self) -> None:
-        """Write the header, make everything durable and close the file."""
+        """Make a sealed shard durable and close the file."""
         with self.stream:
-            self.stream.seek(0)
-            header = ("{" + ",".join(self._entries) + "}").encode()
-            self.stream.write(struct.pack("<Q", self._room) + header.ljust(self._room))
-            self.stream.flush()
             os.fsync(self.stream.fileno())
 
     def _header_bytes_with(self, entry: str) -> int:

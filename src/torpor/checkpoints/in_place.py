@@ -121,6 +121,7 @@ def _write_shards(aside: Path, added: Mapping[str, tuple[Folder, str]]) -> list[
         for name, (source, old) in added.items():
             entry = source.entry(old)
             if shard and not shard.has_room(name, entry.dtype, entry.shape, entry.nbytes, MAX_SHARD_BYTES):
+                shard.seal()
                 shard.finish()
                 shard = None
             if shard is None:
@@ -130,6 +131,7 @@ def _write_shards(aside: Path, added: Mapping[str, tuple[Folder, str]]) -> list[
             shard.write(name, entry.dtype, entry.shape, entry.nbytes, source.iter_bytes(old), entry)
             shards[-1][1].append(name)
         if shard:
+            shard.seal()
             shard.finish()
     finally:
         if shard:
