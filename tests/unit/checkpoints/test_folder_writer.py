@@ -225,8 +225,10 @@ def test_two_writers_of_one_folder(like, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"like", "out"}
 
 
-def test_durable_before_it_has_its_name(like, tmp_path, monkeypatch):
+@pytest.mark.parametrize("max_shard_bytes", [2**30, 20_000])
+def test_durable_before_it_has_its_name(nemotron_h, tmp_path, monkeypatch, max_shard_bytes):
     """Every file and the folder are on disk before the rename, the parent after it."""
+    source = open_folder(nemotron_h)
     events = []
     real_fsync, real_rename = os.fsync, Path.rename
 
@@ -240,12 +242,15 @@ def test_durable_before_it_has_its_name(like, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
-    export = copy_all(like, tmp_path / "out")
+    export = copy_all(source, tmp_path / "out", max_shard_bytes=max_shard_bytes)
     end = events.index(("rename", "out"))
     assert events[end + 1 :] == [tmp_path]
-    # One shard, the configuration and the folder itself.
+    # Shards, index, configuration, companions, and the folder itself.
     synced = [event for event in events[:end] if isinstance(event, Path)]
     assert len(synced) == len(list(export.path.iterdir())) + 1
+    assert len([event for event in synced if event.name.startswith("shard-")]) == len(
+        list(export.path.glob("*.safetensors"))
+    )
     assert synced[-1].name.endswith(".partial")
 
 
