@@ -6,6 +6,7 @@ Prints a table of medians and ratios to the arm built without heads, and one lin
 
     python benchmarks/dormancy.py                 # one GPU: 1.1 B parameters, 131k vocabulary
     python benchmarks/dormancy.py --recompute     # the same with full recomputation
+    python benchmarks/dormancy.py --attention local         # with Megatron's unfused attention
     python benchmarks/dormancy.py --layers 2 --hidden 64 --heads 4 --groups 2 --ffn 128 \
         --vocab 512 --sequence 64                 # anywhere
 """
@@ -38,6 +39,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--mtp-layers", type=int, default=1)
     parser.add_argument("--recompute", action="store_true", help="full activation recomputation")
+    parser.add_argument(
+        "--attention",
+        choices=("auto", "local"),
+        default="auto",
+        help="PyTorch's or Megatron's local",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10, help="timed steps an arm and round, after 3 untimed")
     return parser.parse_args()
@@ -47,6 +54,7 @@ def build(arguments: argparse.Namespace, arm: str) -> torch.nn.Module:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.enums import AttnBackend
 
     from torpor.megatron.specs import gpt_layer_spec, gpt_mtp_block_spec
 
@@ -69,6 +77,7 @@ def build(arguments: argparse.Namespace, arm: str) -> torch.nn.Module:
         bias_dropout_fusion=not is_cpu_host(),
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
+        attention_backend=AttnBackend[arguments.attention],
         attention_dropout=0.0,
         hidden_dropout=0.0,
         bf16=True,
