@@ -28,7 +28,7 @@ class RankFailedError(AssertionError):
     """A rank raised, died or did not finish; the message holds what it printed and its traceback."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 300) -> list[Any]:
     """Run `function(*args)` on every rank of a fresh world and return what each rank returned.
 
     Each rank has prepared the host and joined the process group before the module of `function` is imported,

@@ -147,7 +147,7 @@ def test_a_cache_made_at_one_layout_serves_every_other(tmp_path):
         {"teacher_cache": tmp_path / "context", "context_parallel": 2},
         {"teacher_cache": tmp_path / "context"},
     ]
-    results = run_ranks(cached, 2, path, layouts, timeout=240)
+    results = run_ranks(cached, 2, path, layouts, timeout=400)
     for result in results:
         assert [was_built for was_built, _ in result] == [True, True, True, False, True, False]
         for _, losses in result[1:]:

@@ -120,7 +120,7 @@ def read_names(path, layouts):
 def test_ranks_read_only_what_they_hold(tmp_path):
     """Under PP each stage reads its own layers, under EP each rank its own experts; nothing is read twice."""
     path = tiny.write_nemotron_h(tmp_path / "source", tokenizer=False)
-    ranks = run_ranks(read_names, 2, path, [Layout(pipeline=2), Layout(expert=2)], timeout=250)
+    ranks = run_ranks(read_names, 2, path, [Layout(pipeline=2), Layout(expert=2)], timeout=400)
     (first, last), by_expert = zip(*ranks, strict=True)
     later = ("backbone.layers.2", "backbone.layers.3", "mtp.", "lm_head")
     assert not any(name.startswith(later) for name in first)

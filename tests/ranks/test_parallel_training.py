@@ -212,7 +212,7 @@ FOUR_RANKS = [
 
 @pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)], ids=["2", "4"])
 def test_every_layout_trains_like_one_rank(alone, world_size: int, cases: list) -> None:
-    by_rank = run_ranks(train_all, world_size, cases, timeout=240)
+    by_rank = run_ranks(train_all, world_size, cases, timeout=400)
     for index, (kind, _, _) in enumerate(cases):
         assert_same_training([results[index] for results in by_rank], alone[kind])
 

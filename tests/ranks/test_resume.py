@@ -118,10 +118,10 @@ def load_what_is_left(path, out):
 def test_a_killed_save_leaves_the_checkpoint_before_it(tmp_path):
     path = tiny.write_mimo(tmp_path / "source", tokenizer=False)
     with pytest.raises(RankFailedError, match=r"rank \d of 2 failed"):
-        run_ranks(die_while_saving, 2, path, tmp_path, timeout=250)
+        run_ranks(die_while_saving, 2, path, tmp_path, timeout=400)
     assert find_latest(tmp_path).name == "step_00000001"
     assert (tmp_path / "step_00000002.partial").is_dir()
-    assert run_ranks(load_what_is_left, 2, path, tmp_path, timeout=250) == [(1, True), (1, True)]
+    assert run_ranks(load_what_is_left, 2, path, tmp_path, timeout=400) == [(1, True), (1, True)]
     assert find_latest(tmp_path).name == "step_00000002"
     assert not list(tmp_path.glob("*.partial"))
 
@@ -145,4 +145,4 @@ def resume_at_another_layout(path, out):
 
 def test_another_layout_takes_the_weights_and_refuses_the_resume(tmp_path):
     path = tiny.write_mimo(tmp_path / "source", tokenizer=False)
-    run_ranks(resume_at_another_layout, 2, path, tmp_path, timeout=250)
+    run_ranks(resume_at_another_layout, 2, path, tmp_path, timeout=400)
