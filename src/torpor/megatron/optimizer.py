@@ -74,6 +74,7 @@ class GroupStepAdamW(torch.optim.Optimizer):
                     }
             if not trained:
                 continue
+            device = trained[0].device
             adamw(
                 trained,
                 [parameter.grad for parameter in trained],
@@ -81,7 +82,9 @@ class GroupStepAdamW(torch.optim.Optimizer):
                 [self.state[parameter]["exp_avg_sq"] for parameter in trained],
                 [],
                 # One number a parameter, which the call counts up in place and which is dropped afterwards.
-                list(torch.full((len(trained),), float(done)).unbind()),
+                list(torch.full((len(trained),), float(done), device=device).unbind()),
+                # One pass over memory, and no temporary copy of everything.
+                fused=True if device.type == "cuda" else None,
                 amsgrad=False,
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],

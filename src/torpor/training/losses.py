@@ -22,9 +22,12 @@ Sources: Hinton, Vinyals, Dean 2015 (arXiv:1503.02531) for the temperature and i
 arXiv:2410.10989) for computing gradients in the forward pass by chunks.
 """
 
+import functools
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -155,7 +158,8 @@ def distillation_loss(
     )
     with torch.no_grad():
         make_chunk = _chunk_maker(student, teacher, settings, tokens.labels_N, vocab_rows)
-    size = chunk_size or vocabulary.chunk_size(student)
+    buffers = torch.float32 if _kernels(student, teacher, settings) is None else student.weight_VH.dtype
+    size = chunk_size or vocabulary.chunk_size(student, buffers)
     total, sums = _SummedLoss.apply(
         student.hidden_states_SBH,
         student.weight_VH,
@@ -314,7 +318,10 @@ def _chunk_maker(
     labels_N: torch.Tensor | None,
     vocab_rows: int,
 ) -> ChunkMaker:
-    """Return what turns the student's logits [n, v] of some tokens into their loss."""
+    """Return what turns the student's logits [n, v] of some tokens into their loss; it may overwrite them."""
+    kernels = _kernels(student, teacher, settings)
+    if kernels is not None and isinstance(teacher, OutputProjection):
+        return _fused_chunk_maker(student, teacher, settings, labels_N, kernels)
     group = student.tp_group
     _, start = vocabulary.local_rows(student)
     compare = _comparison(teacher, settings, group, start, vocab_rows)
@@ -334,6 +341,77 @@ def _chunk_maker(
             entropy_grad_NV.mul_(mix)
             grad_NV = entropy_grad_NV if grad_NV is None else grad_NV.add_(entropy_grad_NV)
         return _Chunk(loss_N.add_(entropy_N, alpha=mix), divergence_N, entropy_N, grad_NV)
+
+    return make
+
+
+def _kernels(
+    student: OutputProjection, teacher: OutputProjection | TopTokens, settings: LossSettings
+) -> ModuleType | None:
+    """Return `divergence_kernels` where they can run and compute this loss, None where PyTorch has to."""
+    if settings.top_k is not None or not isinstance(teacher, OutputProjection):
+        return None
+    tensors = (student.hidden_states_SBH, teacher.hidden_states_SBH)
+    if any(not tensor.is_cuda or tensor.dtype == torch.float64 for tensor in tensors):
+        return None
+    return _import_kernels()
+
+
+@functools.cache
+def _import_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from torpor.training import divergence_kernels
+
+    return divergence_kernels
+
+
+def _fused_chunk_maker(
+    student: OutputProjection,
+    teacher: OutputProjection,
+    settings: LossSettings,
+    labels_N: torch.Tensor | None,
+    kernels: Any,
+) -> ChunkMaker:
+    group, temperature, mix = student.tp_group, settings.temperature, settings.cross_entropy_weight
+    _, start = vocabulary.local_rows(student)
+    teacher_NH = vocabulary.gather_tokens(teacher)
+    teacher_rows_VH, _ = vocabulary.local_rows(teacher)
+    options = {
+        "divergence": settings.divergence,
+        "temperature": temperature,
+        "beta": settings.jensen_shannon_beta,
+    }
+
+    def log_z(logits_NV: torch.Tensor, temperature: float) -> torch.Tensor:
+        return vocabulary.log_sum_exp_over(kernels.log_sum_exp(logits_NV, temperature), group)
+
+    def make(logits_NV: torch.Tensor, tokens: slice, wants_gradient: bool) -> _Chunk:
+        teacher_NV = teacher_NH[tokens] @ teacher_rows_VH.t()
+        log_z_N = log_z(logits_NV, temperature)
+        entropy_N, labels = torch.zeros_like(log_z_N), None
+        if labels_N is not None:
+            ids_N = labels_N[tokens]
+            plain_N = log_z_N if temperature == 1 else log_z(logits_NV, 1.0)
+            entropy_N = plain_N - vocabulary.pick(logits_NV, ids_N, start, group)
+            columns_N, is_here_N = vocabulary.local_columns(ids_N, start, logits_NV.shape[-1])
+            labels = kernels.Labels(columns_N.masked_fill(~is_here_N, -1), plain_N, mix)
+        sums_2N = torch.zeros(2, len(log_z_N), device=logits_NV.device)
+        arguments = (logits_NV, teacher_NV, log_z_N, log_z(teacher_NV, temperature), sums_2N)
+        # T^2 by the loss, 1/T by the logits.
+        gradient = kernels.Gradient((1 - mix) * temperature, labels) if wants_gradient else None
+        # Only the gradient of the forward KL does without the divergence of all ranks.
+        is_at_once = gradient is None or settings.divergence == "forward_kl"
+        kernels.compare(*arguments, **options, is_sum=True, gradient=gradient if is_at_once else None)
+        vocabulary.sum_over(sums_2N, group)
+        if not is_at_once:
+            kernels.compare(*arguments, **options, is_sum=False, gradient=gradient)
+        divergence_N = sums_2N[0]
+        if settings.divergence == "jensen_shannon":
+            beta = settings.jensen_shannon_beta
+            divergence_N = beta * sums_2N[0] + (1 - beta) * sums_2N[1]
+        loss_N = divergence_N * ((1 - mix) * temperature**2) + mix * entropy_N
+        return _Chunk(loss_N, divergence_N, entropy_N, logits_NV if wants_gradient else None)
 
     return make
 
@@ -510,9 +588,8 @@ class _SummedLoss(torch.autograd.Function):
             if grad_tokens_NH is not None:
                 grad_tokens_NH[chunk] = (grad_NV @ rows_VH) * scale_N[:, None]
             if grad_weight_VH is not None:
-                grad_weight_VH[: len(rows_VH)] += grad_NV.t() @ (states_NH * scale_N[:, None]).to(
-                    grad_NV.dtype
-                )
+                scaled_NH = (states_NH * scale_N[:, None]).to(grad_NV.dtype)
+                _add_product(grad_weight_VH[: len(rows_VH)], grad_NV.t(), scaled_NH)
         ctx.grad_states = (
             grad_tokens_NH
             if grad_tokens_NH is None
@@ -527,6 +604,15 @@ class _SummedLoss(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
         """Scale what is known."""
         return _scaled(ctx.grad_states, grad), _scaled(ctx.grad_weight, grad), None, None, None, None, None
+
+
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right, in a narrower type than the total's or in the same."""
+    if total.is_cuda and total.dtype != left.dtype and hasattr(torch.ops.aten.addmm, "dtype_out"):
+        # The product is never rounded to the narrow type, nor written on its own.
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right
 
 
 def _scaled(tensor: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor | None:

@@ -16,14 +16,19 @@ import torch.distributed as dist
 
 from torpor.megatron.hidden_states import OutputProjection
 
-# One buffer of a chunk's logits in FP32; a divergence holds about four of them. Large enough for matrix
-# products that keep an accelerator busy: 512 tokens of a vocabulary of 131072.
+# One buffer of a chunk's logits; a divergence holds about four of them in FP32, or two in BF16. Large enough
+# for matrix products that keep an accelerator busy: 512 tokens of a vocabulary of 131072 in FP32.
 _CHUNK_BYTES = 2**28
 
 
-def chunk_size(projection: OutputProjection) -> int:
-    """Return how many tokens to compute at once: the same on every rank that shares the vocabulary."""
-    return max(1, _CHUNK_BYTES // (4 * projection.weight_VH.shape[0]))
+def chunk_size(projection: OutputProjection, dtype: torch.dtype = torch.float32) -> int:
+    """Return how many tokens to compute at once, the same on every rank that shares the vocabulary.
+
+    Args:
+        projection: What makes the logits.
+        dtype: The type of buffers of their size.
+    """
+    return max(1, _CHUNK_BYTES // (dtype.itemsize * projection.weight_VH.shape[0]))
 
 
 def chunks(num_tokens: int, size: int) -> Iterator[slice]:
@@ -108,10 +113,16 @@ def log_softmax(
         local_N = largest_N.to(dtype) - log_probs_NV.gather(-1, index_N[:, None])[:, 0]
     else:  # this rank holds nothing but padding
         local_N = log_probs_NV.new_full(logits_NV.shape[:1], -torch.inf)
-    parts = local_N.new_empty(_size(group) * local_N.numel())
-    dist.all_gather_into_tensor(parts, local_N, group=group)
-    whole_N = parts.view(_size(group), -1).logsumexp(0)
-    return log_probs_NV.add_((local_N - whole_N)[:, None])
+    return log_probs_NV.add_((local_N - log_sum_exp_over(local_N, group))[:, None])
+
+
+def log_sum_exp_over(values_N: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Return log(sum(exp(values))) over the ranks of a group [n]; None is this rank alone."""
+    if _size(group) == 1:
+        return values_N
+    parts = values_N.new_empty(_size(group) * values_N.numel())
+    dist.all_gather_into_tensor(parts, values_N, group=group)
+    return parts.view(_size(group), -1).logsumexp(0)
 
 
 def pick(
