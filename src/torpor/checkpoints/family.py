@@ -218,6 +218,20 @@ class Family:
             return next(iter(found))
         return "" if self.is_beside_model else self.trunk_prefix(trunk)
 
+    def mtp_prefixes(self, mtp: Collection[str], trunk: Collection[str], config: Config) -> list[str]:
+        """Return what the names of all MTP tensors, and of no others, begin with.
+
+        Args:
+            mtp: A folder's MTP tensors.
+            trunk: Its others.
+            config: Its configuration.
+        """
+        at = self.mtp_prefix(mtp, trunk)
+        if self.mark is not None:
+            return [at + self.mark]
+        depths = sorted(self.mtp_depths(mtp, config))
+        return [f"{at}layers.{self.trunk_layers(config) + depth}." for depth in depths]
+
     def trunk_prefix(self, names: Collection[str]) -> str:
         """Return what the trunk is wrapped in, such as `model.`; that if it has no layers.
 

@@ -75,7 +75,7 @@ def exclude_heads(merged: Folder, family: Family) -> tuple[Folder, dict[str, byt
     mtp, trunk = family.sort(merged.tensors, merged.config)
     configs = quantization_configs(merged)
     modules = modules_to_exclude(merged, family, mtp, trunk) if configs else []
-    prefixes = _mtp_prefixes(family, mtp, trunk, merged.config)
+    prefixes = family.mtp_prefixes(mtp, trunk, merged.config)
     changes: list[str] = []
     contents: dict[str, bytes] = {}
     for file, quantization in configs.items():
@@ -103,12 +103,3 @@ def _replace_quantization(
         return dict(config)
     field = next(field for field in QUANTIZATION_FIELDS if config.get(field) is quantization)
     return {**config, field: exclude(quantization, modules, prefixes)}
-
-
-def _mtp_prefixes(family: Family, mtp: Collection[str], trunk: Collection[str], config: Config) -> list[str]:
-    """Return what the names of all MTP tensors, and of no others, begin with."""
-    at = family.mtp_prefix(mtp, trunk)
-    if family.mark is not None:
-        return [at + family.mark]
-    depths = sorted(family.mtp_depths(mtp, config))
-    return [f"{at}layers.{family.trunk_layers(config) + depth}." for depth in depths]

@@ -14,7 +14,7 @@ from torpor.checkpoints.families import find_family
 from torpor.checkpoints.folder import Folder, FolderWriter
 from torpor.checkpoints.name_map import StackExperts
 from torpor.errors import CheckpointError, ConfigError, MTPChangedError
-from torpor.megatron.quantization import QuantizedExport
+from torpor.megatron.quantized_export import QuantizedExport, quantized_export
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -71,7 +71,8 @@ def export_folder(
 
     Tensors are read in global space one map entry at a time, so memory is bounded by the largest of them and
     no process group is needed. `config.json` and the tokenizer are the source's, byte for byte; of a
-    quantised checkpoint, `config.json` also says how, and so does `hf_quant_config.json`.
+    quantised checkpoint, `config.json` also says how, and so does `hf_quant_config.json` in Model-Optimizer's
+    own formats.
 
     Args:
         checkpoint: Folder of one `torch_dist` checkpoint.
@@ -80,8 +81,8 @@ def export_folder(
         mtp: "source" for runs whose MTP layers slept: the checkpoint's MTP tensors must equal the source's,
             and the source's bytes are written; a checkpoint of a model built without MTP gets them too.
             "live" for runs that trained them: the checkpoint's are written.
-        quantize: The format of weights that have quantisers in the checkpoint, "fp8" or "nvfp4"; they are
-            written in it, with their scales. None for a checkpoint without quantisers.
+        quantize: The format of weights that have quantisers in the checkpoint, "fp8", "int8" or "nvfp4";
+            they are written in it, with their scales. None for a checkpoint without quantisers.
         is_trained: Says by name which Megatron tensors of the trunk were trained; of the others the source's
             bytes are written. None if all were.
 
@@ -120,7 +121,7 @@ def export_folder(
                 _check_shape(name, expected, tensor.shape, f"{checkpoint}, exported as")
             scales = quantized.scale_names(entry) if quantized is not None else None
             if quantized is not None and scales is not None:
-                for name, tensor in quantized.pack(entry, tensors, *live.load(scales)):
+                for name, tensor in quantized.pack(entry, tensors, live.load(scales)):
                     writer.add_tensor(name, tensor)
                 continue
             for name, tensor in zip(entry.hf_names, tensors, strict=True):
@@ -131,7 +132,7 @@ def _find_quantized(
     live: _GlobalTensors, quantize: str | None, entries: Sequence[Entry]
 ) -> QuantizedExport | None:
     if quantize is not None:
-        return QuantizedExport(quantize, entries, live.names)
+        return quantized_export(quantize, entries, live.names)
     scales = sorted(name for name in live.names if name.endswith("_quantizer._amax"))
     if scales:
         raise CheckpointError(

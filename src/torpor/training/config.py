@@ -215,7 +215,7 @@ class DistillConfig(RunConfig):
         default=None, description="folder for the teacher's top_k logits, computed once and read from then on"
     )
 
-    quantize: Literal["fp8", "nvfp4"] | None = Field(
+    quantize: Literal["fp8", "int8", "nvfp4"] | None = Field(
         default=None, description="train the student's trunk through quantisers, and export it quantised"
     )
     quantize_mtp: bool = Field(default=False, description="quantise the student's MTP layers too")
@@ -231,6 +231,8 @@ class DistillConfig(RunConfig):
             for name in ("quantize_mtp", "calib_size"):
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise ValueError(f"`{name}` is set and `quantize` is not")
+        elif self.quantize == "int8" and "calib_size" in self.model_fields_set:
+            raise ValueError("`calib_size` is set and `quantize` is int8, which calibrates weights alone")
         return self
 
     @model_validator(mode="after")

@@ -8,12 +8,13 @@ import torch
 import tiny
 from tiny_models import same_bytes
 from torpor import freeze_mtp
+from torpor.checkpoints.families import find_family
 from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.inspect import inspect_folder
 from torpor.checkpoints.quantization import not_excluded
 from torpor.checkpoints.verify import verify_folders
 from torpor.errors import CheckpointError, ConfigError, MTPChangedError
-from torpor.megatron import checkpointing, quantization
+from torpor.megatron import checkpointing, quantization, quantized_export, weights
 from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
 from torpor.megatron.weights import export_folder, load_weights
@@ -44,7 +45,7 @@ def forward(model, seed=0):
 
 def quantize(model, name="fp8", *, with_mtp=False, seed=0):
     """Quantise; in NVFP4 without any forward, which needs CUDA: the scales are made up."""
-    calibrate = (lambda: forward(model, seed)) if name == "fp8" else (lambda: None)
+    calibrate = (lambda: None) if name == "nvfp4" else (lambda: forward(model, seed))
     quantization.fake_quantize(model, name, with_mtp=with_mtp, calibrate=calibrate)
     if name == "nvfp4":
         for module in quantizers(model).values():
@@ -63,12 +64,33 @@ def scales(model):
     return {name: tensor for name, tensor in model.state_dict().items() if name.endswith("_amax")}
 
 
+def folded(model, source, folder):
+    """Hugging Face's weights of an FP32 model, once each quantised one is what its layer computes with."""
+    with torch.no_grad():
+        for layer in model.modules():
+            quantizer = getattr(layer, "weight_quantizer", None)
+            if quantizer is not None and quantizer.is_enabled:
+                layer.weight.copy_(quantizer(layer.weight))
+    live = weights._GlobalTensors(save(model, folder))
+    entries = find_family(source.config).name_map(source.config).entries
+    return {n: w for e in entries for n, w in zip(e.hf_names, e.op.unpack(live.read(e)), strict=True)}
+
+
+def spread_rows(model):
+    """Make the rows of each matrix of very different sizes: no row's scale can stand for another's."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(10 ** (3 * torch.rand(len(parameter), 1, generator=generator) - 2))
+
+
 def save(model, folder):
     return checkpointing.save_checkpoint(folder / "checkpoints", 1, [model])
 
 
 @pytest.mark.usefixtures("megatron_rank")
-@pytest.mark.parametrize("name", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8", "int8", "nvfp4"])
 def test_the_export_is_the_quantised_trunk_beside_untouched_heads(source, tmp_path, name):
     model = quantize(build(source), name)
     handle = freeze_mtp(model)
@@ -83,16 +105,23 @@ def test_the_export_is_the_quantised_trunk_beside_untouched_heads(source, tmp_pa
     report = inspect_folder(tmp_path / "export")
     assert report.ok
     export = open_folder(tmp_path / "export")
-    dtype = {"fp8": "F8_E4M3", "nvfp4": "U8"}[name]
+    dtype = {"fp8": "F8_E4M3", "int8": "I8", "nvfp4": "U8"}[name]
     packed = sorted(name for name, entry in export.tensors.items() if entry.dtype == dtype)
     # Every quantiser of a weight has its layer in the export, under one name or, fused, under several.
     assert len(packed) >= sum(name.endswith("weight_quantizer") for name in quantizers(model)) > 0
-    parts = ("weight_scale", "input_scale", *(["weight_scale_2"] if name == "nvfp4" else []))
-    for weight in packed:
-        for part in parts:
-            assert f"{weight.removesuffix('weight')}{part}" in export.tensors
-    written = json.loads((tmp_path / "export" / "hf_quant_config.json").read_bytes())["quantization"]
+    parts = {"fp8": {"input_scale"}, "int8": set(), "nvfp4": {"input_scale", "weight_scale_2"}}[name]
+    beside = {
+        f"{weight.removesuffix('weight')}{part}" for weight in packed for part in {"weight_scale"} | parts
+    }
+    assert export.tensors.keys() == source.tensors.keys() | beside
     in_config = export.config["quantization_config"]
+    modules = [name.removesuffix(".weight") for name, entry in source.tensors.items() if len(entry.shape) > 1]
+    excluded = set(modules) - set(not_excluded(in_config, modules))
+    assert {f"{module}.weight" for module in set(modules) - excluded} == set(packed)
+    if name == "int8":
+        assert not (tmp_path / "export" / "hf_quant_config.json").exists()
+        return
+    written = json.loads((tmp_path / "export" / "hf_quant_config.json").read_bytes())["quantization"]
     assert in_config["quant_method"] == "modelopt"
     assert in_config["quant_algo"] == written["quant_algo"] == name.upper()
     assert in_config["ignore"] == written["exclude_modules"]
@@ -149,15 +178,138 @@ def test_exported_weights_are_those_that_were_trained_with(source, tmp_path):
     assert torch.equal(export.read_tensor(f"{name}.input_scale").reshape(()), amax.reshape(()) / 448)
 
 
+def check_every_int8_row(source, folder, *, with_mtp):
+    """Compare each exported INT8 number times the scale of its row with what the layer computes with.
+
+    Some rows have outgrown their scales since they were calibrated, and one is all zeros.
+    """
+    model = build(source, torch.float32)
+    spread_rows(model)
+    with torch.no_grad():
+        model.get_parameter("decoder.layers.1.self_attention.linear_proj.weight")[5] = 0
+    quantize(model, "int8", with_mtp=with_mtp)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.37)
+    export_folder(save(model, folder / "run"), source, folder / "export", mtp="live", quantize="int8")
+    export, trained = open_folder(folder / "export"), folded(model, source, folder / "folded")
+    packed = [name for name, entry in export.tensors.items() if entry.dtype == "I8"]
+    assert any("mtp" in name for name in packed) == with_mtp
+    for name in packed:
+        scale = export.read_tensor(f"{name}_scale")
+        assert scale.dtype == torch.float32
+        assert scale.shape == (len(trained[name]), 1)
+        served = export.read_tensor(name).float() * scale
+        torch.testing.assert_close(served, trained[name], rtol=1e-6, atol=0)
+        assert export.read_tensor(name).abs().max() >= 127
+
+
 @pytest.mark.usefixtures("megatron_rank")
-def test_a_checkpoint_brings_back_every_scale(source, tmp_path):
+@pytest.mark.parametrize("with_mtp", [False, True])
+def test_every_int8_row_is_the_one_that_was_trained_with(source, tmp_path, with_mtp):
+    """In every weight of every kind: fused projections, parts of one, experts, MTP layers."""
+    check_every_int8_row(source, tmp_path, with_mtp=with_mtp)
+    assert inspect_folder(tmp_path / "export").ok
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_sabotage_int8_scales_of_other_rows_are_found(source, tmp_path, monkeypatch):
+    """The comparison sees scales that were not unpacked as their weights were."""
+    real = quantized_export._Int8Export._layer
+
+    def of_the_next_row(self, weight, amax, inputs):
+        return real(self, weight, amax.roll(1, 0), inputs)
+
+    monkeypatch.setattr(quantized_export._Int8Export, "_layer", of_the_next_row)
+    with pytest.raises(AssertionError, match="not close"):
+        check_every_int8_row(source, tmp_path, with_mtp=False)
+
+
+@pytest.mark.usefixtures("megatron_rank")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_each_int8_number_is_the_quantisers(source, tmp_path, dtype):
+    """Also halfway between two, where dividing by a scale and multiplying by its inverse disagree."""
+    model = quantize(build(source, dtype), "int8")
+    name, layer = next((n, m) for n, m in model.named_modules() if n.endswith("linear_proj"))
+    amax = layer.weight_quantizer.amax.float()
+    with torch.no_grad():
+        layer.weight.copy_((torch.arange(layer.weight.shape[1]) + 0.5) * amax / 127)
+    export_folder(save(model, tmp_path), source, tmp_path / "export", quantize="int8")
+    by_megatron = find_family(source.config).name_map(source.config).by_megatron
+    exported = open_folder(tmp_path / "export").read_tensor(by_megatron[f"{name}.weight"].hf_names[0])
+    numbers = layer.weight_quantizer(layer.weight.float()) * 127 / amax
+    assert torch.equal(exported.float(), numbers.round())
+    divided = (layer.weight.float() / (amax / 127)).round()
+    assert dtype == torch.bfloat16 or not torch.equal(divided, numbers.round()), "they disagree nowhere"
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_each_token_has_an_int8_scale_of_its_own(source):
+    """What servers compute: the largest value of a token is 127, whatever the other tokens are."""
+    layer = quantize(build(source, torch.float32), "int8").get_submodule(
+        "decoder.layers.1.self_attention.linear_proj"
+    )
+    inputs = torch.randn(6, 2, layer.weight.shape[1], generator=torch.Generator().manual_seed(0))
+    inputs[3, 1] *= 1000
+    scale = inputs.abs().amax(-1, keepdim=True) / 127
+    torch.testing.assert_close(layer.input_quantizer(inputs), (inputs / scale).round() * scale)
+    assert not any("input_quantizer" in name for name in layer.state_dict() if name.endswith("_amax"))
+
+
+@pytest.mark.usefixtures("megatron_rank")
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_sabotage_a_checkpoint_in_another_format_is_refused(source, tmp_path, name):
+    checkpoint = save(quantize(build(source), name), tmp_path)
+    wrong = {"fp8": "int8", "int8": "fp8"}[name]
+    with pytest.raises(CheckpointError, match=r"the checkpoint (holds|lacks) .*_amax"):
+        export_folder(checkpoint, source, tmp_path / "export", quantize=wrong)
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_sabotage_scales_under_another_name_are_not_overlooked(tmp_path, monkeypatch):
+    """Undivided, Mamba's scales have one name where its weight has five: it must not be exported plain."""
+    source = open_folder(tiny.write_nemotron_h(tmp_path / "source", dtype=torch.bfloat16))
+    monkeypatch.setattr(quantization, "_divide_scales", lambda chunk: None)
+    checkpoint = save(quantize(build(source), "int8"), tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"holds \S*in_proj.weight_quantizer._amax, and int8 has no such"
+    ):
+        export_folder(checkpoint, source, tmp_path / "export", quantize="int8")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.usefixtures("megatron_rank")
+def test_sabotage_one_scale_for_a_whole_weight_is_not_int8(tmp_path, monkeypatch):
+    source = open_folder(tiny.write_nemotron_h(tmp_path / "source", pattern="*-", dtype=torch.bfloat16))
+    real = quantization.quantizer_config
+
+    def per_tensor(name):
+        config = real(name)
+        quantization.quantizer_attributes(config, "weight_quantizer")["axis"] = None
+        return config
+
+    monkeypatch.setattr(quantization, "quantizer_config", per_tensor)
+    checkpoint = save(quantize(build(source), "int8"), tmp_path)
+    with pytest.raises(CheckpointError, match=r"_amax holds 1 scales, and int8 needs \d+: one for each row"):
+        export_folder(checkpoint, source, tmp_path / "export", quantize="int8")
+    assert not (tmp_path / "export").exists()
+
+
+@pytest.mark.usefixtures("megatron_rank")
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_a_checkpoint_brings_back_every_scale(source, tmp_path, name):
     """Another calibration, and weights that moved since: the scales are the checkpoint's, to the bit."""
-    model = quantize(build(source))
+    model = quantize(build(source), name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.5)
     checkpoint = save(model, tmp_path)
-    other = quantize(build(source), seed=1)
+    other = build(source)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    quantize(other, name, seed=1)
     assert any(not same_bytes(scales(model)[name], tensor) for name, tensor in scales(other).items())
     checkpointing.load_checkpoint(checkpoint, [other])
     assert scales(model)

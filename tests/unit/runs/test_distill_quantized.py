@@ -68,8 +68,12 @@ def mtp_payloads(path):
     return {n: value for n, value in payloads(path).items() if family.is_mtp(n, folder.config)}
 
 
-def test_heads_left_out_sleep_and_an_interrupted_run_is_the_uninterrupted_one(work, capfd):
-    config = read(work, steps=4, save_every=2)
+@pytest.mark.parametrize(("quantize", "calib_size", "dtype"), [("fp8", 3, "F8_E4M3"), ("int8", None, "I8")])
+def test_heads_left_out_sleep_and_an_interrupted_run_is_the_uninterrupted_one(
+    work, capfd, quantize, calib_size, dtype
+):
+    changes = {"quantize": quantize, "calib_size": calib_size, "steps": 4, "save_every": 2}
+    config = read(work, **changes)
     result = distill(config)
     said = capfd.readouterr().err
     assert "left out of quantisation: they sleep" in said
@@ -79,14 +83,14 @@ def test_heads_left_out_sleep_and_an_interrupted_run_is_the_uninterrupted_one(wo
     assert inspect_folder(work / "run" / "export").ok
     assert mtp_payloads(work / "run" / "export") == mtp_payloads(work / "student")
     trunk = open_folder(work / "run" / "export").tensors
-    assert trunk["model.layers.0.self_attn.q_proj.weight"].dtype == "F8_E4M3"
+    assert trunk["model.layers.0.self_attn.q_proj.weight"].dtype == dtype
     assert trunk["lm_head.weight"].dtype == "F32"
 
     # What a kill after the first checkpoint leaves.
     shutil.copytree(work / "run", work / "parts", ignore=shutil.ignore_patterns("export*", "*mary.json"))
     shutil.rmtree(work / "parts" / "checkpoints" / "step_00000004")
     (work / "parts" / "checkpoints" / "latest").write_text("step_00000002\n")
-    resumed = distill(read(work, output="parts", steps=4, save_every=2))
+    resumed = distill(read(work, output="parts", **changes))
     assert resumed.resumed_from == 2
     assert resumed.last_loss == result.last_loss
     assert payloads(work / "parts" / "export") == payloads(work / "run" / "export")
@@ -94,9 +98,10 @@ def test_heads_left_out_sleep_and_an_interrupted_run_is_the_uninterrupted_one(wo
 
 def test_the_student_is_trained_through_its_quantisers(work):
     """Sabotage of the setting: without it the same run has other losses from the first step on."""
-    quantised = distill(read(work, steps=1))
+    fp8 = distill(read(work, steps=1))
+    int8 = distill(read(work, output="int8", steps=1, quantize="int8", calib_size=None))
     plain = distill(read(work, output="plain", steps=1, quantize=None, calib_size=None))
-    assert quantised.first_loss != plain.first_loss
+    assert len({fp8.first_loss, int8.first_loss, plain.first_loss}) == 3
 
 
 def test_quantised_heads_stay_awake_and_are_trained_and_exported_quantised(work, capfd):
@@ -152,7 +157,8 @@ def refuse(work, *parts, **changes):
 
 
 def test_what_cannot_be_quantised_is_refused_before_anything_is_written(work):
-    refuse(work, "`quantize`", "int8", "fp8", quantize="int8")
+    refuse(work, "`quantize`", "int4", "int8", quantize="int4")
+    refuse(work, "`calib_size`", "int8", quantize="int8", calib_size=128)
     refuse(work, "`quantize_mtp`", "`quantize`", quantize=None, calib_size=None, quantize_mtp=True)
     refuse(work, "`calib_size`", "`quantize`", quantize=None)
     refuse(work, "nvfp4", "CUDA", quantize="nvfp4")
