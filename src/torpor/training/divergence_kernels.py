@@ -15,7 +15,6 @@ Sources: Milakov, Gimelshein 2018 (arXiv:1805.02867) for the normaliser in one p
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -26,9 +25,7 @@ _WARPS = 8
 
 
 @triton.jit
-def _log_sum_exp_kernel(
-    logits_ptr: Any, result_ptr: Any, num_columns: Any, temperature: Any, BLOCK: tl.constexpr
-) -> None:
+def _log_sum_exp_kernel(logits_ptr, result_ptr, num_columns, temperature, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     logits_ptr += row.to(tl.int64) * num_columns
     offsets = tl.arange(0, BLOCK)
@@ -48,25 +45,25 @@ def _log_sum_exp_kernel(
 
 @triton.jit
 def _compare_kernel(
-    student_ptr: Any,  # [N, V]; with IS_GRADIENT overwritten with the gradient
-    teacher_ptr: Any,  # [N, V]
-    log_z_student_ptr: Any,  # [N], at the temperature
-    log_z_teacher_ptr: Any,  # [N]
-    log_z_plain_ptr: Any,  # [N], of the student at temperature 1
-    columns_ptr: Any,  # [N], the label's column, or one outside
-    sums_ptr: Any,  # [2, N]; what this rank's columns add without IS_GRADIENT, of all columns with it
-    num_rows: Any,
-    num_columns: Any,
-    temperature: Any,
-    beta: Any,
-    factor: Any,  # of the divergence's gradient
-    mix: Any,  # of the cross-entropy's
+    student_ptr,  # [N, V]; with IS_GRADIENT overwritten with the gradient
+    teacher_ptr,  # [N, V]
+    log_z_student_ptr,  # [N], at the temperature
+    log_z_teacher_ptr,  # [N]
+    log_z_plain_ptr,  # [N], of the student at temperature 1
+    columns_ptr,  # [N], the label's column, or one outside
+    sums_ptr,  # [2, N]; what this rank's columns add without IS_GRADIENT, of all columns with it
+    num_rows,
+    num_columns,
+    temperature,
+    beta,
+    factor,  # of the divergence's gradient
+    mix,  # of the cross-entropy's
     DIVERGENCE: tl.constexpr,
     IS_SUM: tl.constexpr,
     IS_GRADIENT: tl.constexpr,
     HAS_LABELS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0)
     student_ptr += row.to(tl.int64) * num_columns
     teacher_ptr += row.to(tl.int64) * num_columns
