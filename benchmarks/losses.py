@@ -14,16 +14,19 @@ chunks of PyTorch (`LigerFusedLinearJSDLoss`). For both, beta 0 is the forward K
 """
 
 import argparse
+import contextlib
 import gc
 import importlib.util
 import json
 import statistics
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 
 from torpor.losses import LossSettings, OutputProjection, distillation_loss
+from torpor.training import losses
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 BETAS = {"forward_kl": 0.0, "jensen_shannon": 0.5, "reverse_kl": 1.0}
@@ -71,16 +74,18 @@ def plain_loss(arguments: argparse.Namespace) -> Loss:
     return compute
 
 
-def our_loss(arguments: argparse.Namespace) -> Loss:
+def our_loss(arguments: argparse.Namespace, *, has_kernels: bool) -> Loss:
     settings = LossSettings(divergence=arguments.divergence, temperature=arguments.temperature)
+    without_kernels = mock.patch.object(losses, "_import_kernels", return_value=None)
 
     def compute(student_NH, student_weight_VH, teacher_NH, teacher_weight_VH):
-        return distillation_loss(
-            OutputProjection(student_NH[:, None], student_weight_VH),
-            OutputProjection(teacher_NH[:, None], teacher_weight_VH),
-            settings,
-            chunk_size=arguments.chunk_size,
-        ).loss
+        with contextlib.nullcontext() if has_kernels else without_kernels:
+            return distillation_loss(
+                OutputProjection(student_NH[:, None], student_weight_VH),
+                OutputProjection(teacher_NH[:, None], teacher_weight_VH),
+                settings,
+                chunk_size=arguments.chunk_size,
+            ).loss
 
     return compute
 
@@ -93,12 +98,16 @@ def liger_losses(arguments: argparse.Namespace) -> dict[str, Loss]:
 
     beta, temperature = BETAS[arguments.divergence], arguments.temperature
     labels_N = torch.zeros(arguments.tokens, dtype=torch.long, device="cuda")  # none is ignored
-    triton = LigerFusedLinearJSD(jsd_beta=beta, temperature=temperature, accum_dtype=torch.float32)
+    triton, narrow = (
+        LigerFusedLinearJSD(jsd_beta=beta, temperature=temperature, accum_dtype=dtype)
+        for dtype in (torch.float32, None)
+    )
     chunked = LigerFusedLinearJSDLoss(
         weight_hard_loss=0.0, weight_soft_loss=1.0, beta=beta, temperature=temperature
     )
     return {
         "Liger, Triton": lambda *inputs: triton(*inputs, labels_N) * temperature**2,
+        "Liger, Triton, BF16 sums": lambda *inputs: narrow(*inputs, labels_N) * temperature**2,
         "Liger, compiled chunks": lambda *inputs: chunked(*inputs, labels_N) * temperature**2,
     }
 
@@ -147,7 +156,8 @@ def main() -> None:
     arguments = parse_arguments()
     arms = {
         "plain, all logits": plain_loss(arguments),
-        "torpor.losses": our_loss(arguments),
+        "torpor.losses": our_loss(arguments, has_kernels=True),
+        "torpor.losses, PyTorch": our_loss(arguments, has_kernels=False),
         **liger_losses(arguments),
     }
     inputs = make_inputs(arguments)
@@ -161,7 +171,7 @@ def main() -> None:
     }
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{where}, torch {torch.__version__}, {arguments}")
-    if len(arms) == 2:
+    if len(arms) == 3:
         print("without Liger Kernel, which needs CUDA and `pip install liger-kernel`")
     first = medians["plain, all logits"][0]
     print(f"{'':<26}{'ms':>10}{'ratio':>8}{'GiB':>8}{'loss':>12}")

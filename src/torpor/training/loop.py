@@ -208,6 +208,7 @@ def prepare_job(
         dtype=torch.bfloat16 if settings.dtype == "bf16" else torch.float32,
     )
     for chunk in wrapped:
+        chunk.train()
         get_model_config(chunk).grad_scale_func = optimizer.scale_loss
     return Job(
         chunks=wrapped,
@@ -348,7 +349,6 @@ def run_step(job: Job, step: int) -> StepRecord:
     """
     started = time.perf_counter()
     for chunk in job.chunks:
-        chunk.train()
         chunk.zero_grad_buffer()
     job.optimizer.zero_grad()
     per_micro_batch = _forward_backward(job, job.training_batches(step), forward_only=False)

@@ -583,13 +583,14 @@ class _SummedLoss(torch.autograd.Function):
             if made.grad_NV is None:
                 continue
             grad_NV = made.grad_NV.to(tokens_NH.dtype)
-            made.grad_NV = None
+            del made
             # Rows are scaled where they are short.
             if grad_tokens_NH is not None:
                 grad_tokens_NH[chunk] = (grad_NV @ rows_VH) * scale_N[:, None]
             if grad_weight_VH is not None:
                 scaled_NH = (states_NH * scale_N[:, None]).to(grad_NV.dtype)
                 _add_product(grad_weight_VH[: len(rows_VH)], grad_NV.t(), scaled_NH)
+            del grad_NV  # before the next chunk's are made
         ctx.grad_states = (
             grad_tokens_NH
             if grad_tokens_NH is None
