@@ -234,12 +234,19 @@ def measure(arguments: argparse.Namespace, arm: Arm, windows) -> Measured:
             loss = record.metrics["loss"]
         if step >= 3:
             times.append(1000 * (time.perf_counter() - start))
-    peak = 0.0 if is_cpu_host() else torch.cuda.max_memory_allocated() / 2**30
+    peak = 0.0 if is_cpu_host() else (torch.cuda.max_memory_allocated() + unused_in_graphs()) / 2**30
     del job
     gc.collect()
     if not is_cpu_host():
         torch.cuda.empty_cache()
     return Measured(statistics.median(times), peak, static, loss)
+
+
+def unused_in_graphs() -> int:
+    """Bytes that CUDA graphs keep for their replays and that do not count as allocated."""
+    segments = torch.cuda.memory_snapshot()
+    graphs = [segment for segment in segments if segment["segment_pool_id"] != (0, 0)]
+    return sum(segment["total_size"] - segment["allocated_size"] for segment in graphs)
 
 
 def step_flops(arguments: argparse.Namespace) -> float:

@@ -151,8 +151,8 @@ def hand_over_projection(model: torch.nn.Module) -> Iterator[Handover]:
 
     with (
         # The layer's forward and not its call: hooks on the layer still run, DDP's that wait for weights too.
-        _set(language_model.output_layer, "forward", torch.compiler.disable(handover.receive)),
-        _set(language_model, "compute_language_model_loss", compute_language_model_loss),
+        set_within(language_model.output_layer, "forward", torch.compiler.disable(handover.receive)),
+        set_within(language_model, "compute_language_model_loss", compute_language_model_loss),
     ):
         yield handover
 
@@ -231,7 +231,7 @@ def check_output_layer(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def _set(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
+def set_within(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
     """Set an attribute on the instance and put back what stood on it before, if anything did."""
     attributes = vars(module)
     was_set, previous = name in attributes, attributes.get(name)

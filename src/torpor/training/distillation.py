@@ -5,17 +5,20 @@ it without autograd, and keeps it out of state dicts. Its own criterion, which h
 in FP32, is not used: both models hand over their hidden states instead.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 
+from torpor.megatron.graphed_projection import GraphedProjection, can_be_recorded
 from torpor.megatron.hidden_states import (
     OutputProjection,
     check_output_layer,
     find_language_model,
     hand_over_projection,
+    set_within,
 )
 from torpor.training.data import Batch
 from torpor.training.loop import LossFunction, Objective
@@ -87,6 +90,29 @@ def _keep_mtp_loss(model: Any) -> None:
     model.compute_language_model_loss = MethodType(compute_language_model_loss, model)
 
 
+class _Teacher:
+    """The teacher of a meta-model, which runs it, or whose turn has come before from a CUDA graph."""
+
+    def __init__(self) -> None:
+        self._model: torch.nn.Module | None = None
+        self._graphed: GraphedProjection | None = None
+
+    @contextmanager
+    def beside(self, meta_model: Any, batch: Batch) -> Iterator[Callable[[], OutputProjection | None]]:
+        """Yield what returns, after the meta-model's forward in the block, the teacher's projection."""
+        teacher = meta_model.teacher_model
+        if self._model is not teacher:
+            self._model = teacher
+            self._graphed = GraphedProjection(teacher) if can_be_recorded(teacher) else None
+        if self._graphed is None:
+            with hand_over_projection(teacher) as handover:
+                yield handover.take
+            return
+        projection = self._graphed.run(batch.tokens_BS, batch.positions_BS, batch.labels_BS)
+        with set_within(teacher, "forward", lambda *_, **__: None):
+            yield lambda: projection
+
+
 def distillation_objective(settings: LossSettings) -> Objective:
     """The mean loss per token; in evaluation the student's cross-entropy too.
 
@@ -96,13 +122,14 @@ def distillation_objective(settings: LossSettings) -> Objective:
     Returns:
         An objective for models of `build_distillation_model`.
     """
+    teacher = _Teacher()
 
     def forward_step(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, LossFunction]:
         batch = next(batches)
         meta_model = find_language_model(model)
         with (
+            teacher.beside(meta_model, batch) as take_teacher,
             hand_over_projection(meta_model) as student,
-            hand_over_projection(meta_model.teacher_model) as teacher,
         ):
             output = model(
                 input_ids=batch.tokens_BS,
@@ -112,7 +139,7 @@ def distillation_objective(settings: LossSettings) -> Objective:
             )
 
         def loss(_: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-            ours, theirs = student.take(), teacher.take()
+            ours, theirs = student.take(), take_teacher()
             assert ours is not None, "the schedule asks the last stage alone"
             assert theirs is not None
             return _loss(ours, theirs, batch, settings, is_training=meta_model.training)

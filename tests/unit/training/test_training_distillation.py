@@ -8,9 +8,11 @@ import tiny
 import torpor
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import MTPExecutedError, UnsupportedModelError
+from torpor.megatron.graphed_projection import GraphedProjection, can_be_recorded
 from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
 from torpor.megatron.weights import load_weights
+from torpor.training import distillation
 from torpor.training.config import OptimizationConfig
 from torpor.training.data import PackedWindows
 from torpor.training.distillation import build_distillation_model, distillation_objective
@@ -291,7 +293,7 @@ def test_no_step_holds_all_logits(megatron_rank, folders, packed, monkeypatch):
             evaluate(job, 1)
         return largest.rows
 
-    monkeypatch.setattr(vocabulary, "chunk_size", lambda _: 4)
+    monkeypatch.setattr(vocabulary, "chunk_size", lambda *_: 4)
     assert rows(frozen=True) == 4
     assert rows(frozen=False) >= 16  # heads that are awake project all tokens: the check can fail
 
@@ -322,3 +324,46 @@ def test_a_quantized_output_layer_is_refused_before_anything_is_changed(megatron
     with pytest.raises(UnsupportedModelError, match="output layer is quantized"):
         build_distillation_model(student, teacher)
     assert type(student) is kind
+
+
+class TestATeacherThatRunsBeforeTheStudent:
+    """As from a CUDA graph; without a recording every run is an ordinary one."""
+
+    @pytest.fixture(autouse=True)
+    def runs(self, monkeypatch):
+        counts = []
+        run = GraphedProjection.run
+        monkeypatch.setattr(GraphedProjection, "run", lambda *args: counts.append(1) or run(*args))
+        monkeypatch.setattr(GraphedProjection, "_record", lambda *args: False)
+        monkeypatch.setattr(distillation, "can_be_recorded", lambda _: True)
+        return counts
+
+    def test_teaches_the_same(self, megatron_rank, folders, packed, monkeypatch, runs):
+        job, _ = build(folders, packed)
+        records = [run_step(job, step) for step in range(3)]
+        assert len(runs) == 6
+        monkeypatch.setattr(distillation, "can_be_recorded", lambda _: False)
+        job, _ = build(folders, packed)
+        beside = [run_step(job, step) for step in range(3)]
+        assert len(runs) == 6
+        assert [r.metrics for r in records] == [r.metrics for r in beside]
+        assert [r.grad_norm for r in records] == [r.grad_norm for r in beside]
+
+    def test_is_whole_again_after_an_exception(self, megatron_rank, folders, packed, monkeypatch):
+        job, _ = build(folders, packed)
+        model = job.chunks[0].module
+        before = dict(vars(model.teacher_model))
+        with monkeypatch.context() as patch:
+            patch.setattr(model.decoder, "forward", fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                run_step(job, 0)
+        assert vars(model.teacher_model).get("forward") is before.get("forward")
+        assert np.isfinite(run_step(job, 1).metrics["loss"])
+
+
+def fail(*_, **__):
+    raise RuntimeError("out of memory")
+
+
+def test_nothing_is_recorded_on_the_cpu(megatron_rank, folders):
+    assert not can_be_recorded(load(folders / "teacher"))
