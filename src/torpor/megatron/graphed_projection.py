@@ -21,7 +21,7 @@ class GraphedProjection:
     """Runs a frozen model and returns what its logits would be made of.
 
     The first runs are ordinary ones. Inputs of another shape than the first ones stay with them, and so does
-    a model whose recording CUDA refuses.
+    a model whose forward waits for the device, which a recording cannot.
 
     Args:
         model: A model that `can_be_recorded`. Its weights are not to move.
@@ -29,7 +29,7 @@ class GraphedProjection:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._is_refused = False
+        self._waits = False
         self._shape: torch.Size | None = None
         self._num_runs = 0
         self._graph: Any = None
@@ -57,34 +57,40 @@ class GraphedProjection:
         """
         inputs = (tokens_BS, positions_BS, labels_BS)
         self._shape = self._shape or tokens_BS.shape
-        if self._is_refused or tokens_BS.shape != self._shape:
+        if self._waits or tokens_BS.shape != self._shape:
             return self._run(*inputs)
         if self._graph is None:
             self._num_runs += 1
-            if self._num_runs <= _EAGER_RUNS or not self._record(inputs):
+            if self._num_runs < _EAGER_RUNS:
                 return self._run(*inputs)
+            if self._num_runs == _EAGER_RUNS:
+                return self._run_watched(*inputs)
+            self._record(inputs)
         for ours, given in zip(self._inputs, inputs, strict=True):
             ours.copy_(given)
         self._graph.replay()
         assert self._result is not None
         return self._result
 
-    def _record(self, inputs: tuple[torch.Tensor, ...]) -> bool:
+    def _run_watched(self, *inputs: torch.Tensor) -> OutputProjection:
+        """Find out whether the forward waits: a recording that broke off would leave generators unusable."""
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self._run(*inputs)
+        except RuntimeError:  # of another kind, it comes again
+            self._waits = True
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        return self._run(*inputs)
+
+    def _record(self, inputs: tuple[torch.Tensor, ...]) -> None:
         self._inputs = tuple(tensor.clone() for tensor in inputs)
         graph = torch.cuda.CUDAGraph()
-        try:
-            with (
-                torch.cuda.stream(torch.cuda.current_stream()),  # a refusal would leave another one current
-                # Other threads, NCCL's for one, may go on asking for events.
-                torch.cuda.graph(graph, capture_error_mode="thread_local"),
-            ):
-                self._result = self._run(*self._inputs)
-        except RuntimeError:
-            # Something waited for the device. Nothing has run and nothing is lost but the time.
-            self._is_refused = True
-            return False
+        # Other threads, NCCL's for one, may go on asking for events.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._result = self._run(*self._inputs)
         self._graph = graph
-        return True
 
     def _run(self, *inputs: torch.Tensor) -> OutputProjection:
         self.model.eval()

@@ -622,6 +622,7 @@ def _scaled(tensor: torch.Tensor | None, factor: torch.Tensor) -> torch.Tensor |
         return None if tensor is None else tensor * factor
     scaled = torch.empty_like(tensor)
     rows = max(1, 2**24 // max(1, tensor[0].numel()))
+    wide = factor.view([1] * tensor.dim())  # a scalar would take the tensor's type
     for source, target in zip(tensor.split(rows), scaled.split(rows), strict=True):
-        target.copy_(source.to(factor.dtype).mul_(factor))
+        torch.mul(source, wide, out=target)
     return scaled

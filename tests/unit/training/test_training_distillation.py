@@ -8,6 +8,7 @@ import tiny
 import torpor
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import MTPExecutedError, UnsupportedModelError
+from torpor.megatron import graphed_projection
 from torpor.megatron.graphed_projection import GraphedProjection, can_be_recorded
 from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
@@ -334,7 +335,7 @@ class TestATeacherThatRunsBeforeTheStudent:
         counts = []
         run = GraphedProjection.run
         monkeypatch.setattr(GraphedProjection, "run", lambda *args: counts.append(1) or run(*args))
-        monkeypatch.setattr(GraphedProjection, "_record", lambda *args: False)
+        monkeypatch.setattr(graphed_projection, "_EAGER_RUNS", 100)
         monkeypatch.setattr(distillation, "can_be_recorded", lambda _: True)
         return counts
 
