@@ -74,3 +74,15 @@ def test_a_forward_that_waits_for_the_device_stays_as_it_was():
 @pytest.mark.parametrize("kind", [GPT_MOE, HYBRID_MOE], ids=str)
 def test_experts_are_not_recorded(kind):
     assert not can_be_recorded(build_teacher(kind))
+
+
+def test_megatrons_own_attention_reads_the_generator_and_stays_as_it_was():
+    from megatron.core.transformer.enums import AttnBackend
+
+    model = build(GPT, mtp=False, attention_backend=AttnBackend.local).requires_grad_(False)
+    graphed = GraphedProjection(model)
+    for seed in range(4):
+        ours = graphed.run(*inputs(seed)).hidden_states_SBH
+        assert same_bytes(ours, expected(model, *inputs(seed)))
+    assert not graphed.is_recorded
+    assert torch.rand(2, device="cuda").isfinite().all()

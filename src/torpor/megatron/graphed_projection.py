@@ -11,7 +11,12 @@ from typing import Any
 
 import torch
 
-from torpor.megatron.hidden_states import OutputProjection, find_language_model, hand_over_projection
+from torpor.megatron.hidden_states import (
+    OutputProjection,
+    find_language_model,
+    hand_over_projection,
+    set_within,
+)
 
 # Libraries choose their kernels, compile and allocate in the first ones.
 _EAGER_RUNS = 2
@@ -21,7 +26,7 @@ class GraphedProjection:
     """Runs a frozen model and returns what its logits would be made of.
 
     The first runs are ordinary ones. Inputs of another shape than the first ones stay with them, and so does
-    a model whose forward waits for the device, which a recording cannot.
+    a model whose forward does what a recording cannot, such as to wait for the device.
 
     Args:
         model: A model that `can_be_recorded`. Its weights are not to move.
@@ -29,7 +34,7 @@ class GraphedProjection:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
-        self._waits = False
+        self._is_refused = False
         self._shape: torch.Size | None = None
         self._num_runs = 0
         self._graph: Any = None
@@ -57,7 +62,7 @@ class GraphedProjection:
         """
         inputs = (tokens_BS, positions_BS, labels_BS)
         self._shape = self._shape or tokens_BS.shape
-        if self._waits or tokens_BS.shape != self._shape:
+        if self._is_refused or tokens_BS.shape != self._shape:
             return self._run(*inputs)
         if self._graph is None:
             self._num_runs += 1
@@ -73,13 +78,18 @@ class GraphedProjection:
         return self._result
 
     def _run_watched(self, *inputs: torch.Tensor) -> OutputProjection:
-        """Find out whether the forward waits: a recording that broke off would leave generators unusable."""
+        """Find out whether the forward can be recorded: a broken recording would leave generators unusable.
+
+        It cannot wait for the device, nor read the state of a generator as Megatron's attention does for
+        dropout, in evaluation too (transformer/dot_product_attention.py).
+        """
         mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return self._run(*inputs)
+            with set_within(torch.cuda.random, "get_rng_state", _refuse):
+                return self._run(*inputs)
         except RuntimeError:  # of another kind, it comes again
-            self._waits = True
+            self._is_refused = True
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         return self._run(*inputs)
@@ -100,6 +110,10 @@ class GraphedProjection:
         projection = handover.take()
         assert projection is not None, "the model is whole on this rank"
         return projection
+
+
+def _refuse(*_: Any, **__: Any) -> torch.Tensor:
+    raise RuntimeError("the state of a generator cannot be read while a CUDA graph is recorded")
 
 
 def can_be_recorded(model: torch.nn.Module) -> bool:

@@ -13,6 +13,7 @@ Only the main call is handed over. MTP layers that are awake project before it, 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -231,8 +232,8 @@ def check_output_layer(model: torch.nn.Module) -> None:
 
 
 @contextmanager
-def set_within(module: torch.nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Set an attribute on the instance and put back what stood on it before, if anything did."""
+def set_within(module: torch.nn.Module | ModuleType, name: str, value: Any) -> Iterator[None]:
+    """Set an attribute on the object itself and put back what stood on it before, if anything did."""
     attributes = vars(module)
     was_set, previous = name in attributes, attributes.get(name)
     attributes[name] = value

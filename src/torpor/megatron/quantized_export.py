@@ -21,6 +21,7 @@ from torpor.checkpoints.quantization import exclude
 from torpor.errors import CheckpointError
 from torpor.megatron.quantization import quantizer_attributes, quantizer_config
 
+_OUTPUT_LAYER: Final = "lm_head"  # Transformers' and the servers' name for it, in every family here
 _SYMMETRIC_INT8: Final = {"num_bits": 8, "type": "int", "symmetric": True}
 
 
@@ -97,13 +98,18 @@ class QuantizedExport(ABC):
         """Return what a checkpoint calls an entry's scales if its weight is quantised."""
 
     def _modules(self, source: Folder) -> dict[str, bool]:
-        """Return of each module of the source whose weight is a matrix, or more, whether it is quantised."""
+        """Return of each module of the source whose weight is a matrix, or more, whether it is quantised.
+
+        The output layer of a tied model is among them, though its weight has no tensor of its own.
+        """
         packed = {hf for hf_names in self._scales for hf in hf_names}
-        return {
+        modules = {
             weight.removesuffix(".weight"): weight in packed
             for weight, entry in source.tensors.items()
             if weight.endswith(".weight") and len(entry.shape) > 1
         }
+        modules.setdefault(_OUTPUT_LAYER, False)
+        return modules
 
     def _layer(
         self, weight: torch.Tensor, weight_amax: torch.Tensor, input_amax: torch.Tensor | None

@@ -132,7 +132,10 @@ def log_sum_exp(logits_NV: torch.Tensor, temperature: float = 1.0) -> torch.Tens
     """
     rows, columns = logits_NV.shape
     result_N = logits_NV.new_empty(rows, dtype=torch.float32)
-    _log_sum_exp_kernel[(rows,)](logits_NV, result_N, columns, temperature, BLOCK=_BLOCK, num_warps=_WARPS)
+    with torch.cuda.device_of(logits_NV):  # Triton launches on the current device
+        _log_sum_exp_kernel[(rows,)](
+            logits_NV, result_N, columns, temperature, BLOCK=_BLOCK, num_warps=_WARPS
+        )
     return result_N
 
 
@@ -194,24 +197,25 @@ def compare(
     """
     rows, columns = student_NV.shape
     labels = gradient.labels if gradient is not None else None
-    _compare_kernel[(rows,)](
-        student_NV,
-        teacher_NV,
-        log_z_student_N,
-        log_z_teacher_N,
-        labels.log_z_N if labels is not None else log_z_student_N,
-        labels.columns_N if labels is not None else log_z_student_N,
-        sums_2N,
-        rows,
-        columns,
-        temperature,
-        beta,
-        gradient.factor if gradient is not None else 0.0,
-        labels.weight if labels is not None else 0.0,
-        DIVERGENCE=divergence,
-        IS_SUM=is_sum,
-        IS_GRADIENT=gradient is not None,
-        HAS_LABELS=labels is not None,
-        BLOCK=_BLOCK,
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device_of(student_NV):
+        _compare_kernel[(rows,)](
+            student_NV,
+            teacher_NV,
+            log_z_student_N,
+            log_z_teacher_N,
+            labels.log_z_N if labels is not None else log_z_student_N,
+            labels.columns_N if labels is not None else log_z_student_N,
+            sums_2N,
+            rows,
+            columns,
+            temperature,
+            beta,
+            gradient.factor if gradient is not None else 0.0,
+            labels.weight if labels is not None else 0.0,
+            DIVERGENCE=divergence,
+            IS_SUM=is_sum,
+            IS_GRADIENT=gradient is not None,
+            HAS_LABELS=labels is not None,
+            BLOCK=_BLOCK,
+            num_warps=_WARPS,
+        )

@@ -430,3 +430,17 @@ def test_every_expert_has_scales_of_its_own(tmp_path):
         name = f"backbone.layers.0.mixer.experts.{index}.up_proj.weight"
         served = export.read_tensor(name).float() * export.read_tensor(f"{name}_scale")
         torch.testing.assert_close(served, torch.full_like(served, 10.0**index))
+
+
+@pytest.mark.usefixtures("megatron_rank")
+@pytest.mark.parametrize("name", ["fp8", "int8", "nvfp4"])
+def test_the_output_layer_of_a_tied_model_is_excluded_by_name(tmp_path, name):
+    """Its weight is the embedding's, and readers would look for scales of a layer that they see."""
+    tiny.write_mimo(tmp_path / "source", tie_word_embeddings=True, dtype=torch.bfloat16, **SIZES["mimo"])
+    source = open_folder(tmp_path / "source")
+    assert "lm_head.weight" not in source.tensors
+    model = quantize(build(source), name)
+    freeze_mtp(model)
+    export_folder(save(model, tmp_path), source, tmp_path / "export", quantize=name)
+    assert verify_folders(source.path, tmp_path / "export").ok
+    assert "lm_head" in open_folder(tmp_path / "export").config["quantization_config"]["ignore"]

@@ -368,3 +368,28 @@ def fail(*_, **__):
 
 def test_nothing_is_recorded_on_the_cpu(megatron_rank, folders):
     assert not can_be_recorded(load(folders / "teacher"))
+
+
+@pytest.mark.parametrize("does", ["waits", "reads a generator"])
+def test_a_forward_that_cannot_be_recorded_is_found_before(megatron_rank, folders, monkeypatch, does):
+    """CUDA's own mode finds what waits; on this machine it is played."""
+    modes = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    graphed = GraphedProjection(load(folders / "teacher"))
+    run, real = graphed._run, torch.cuda.random.get_rng_state
+
+    def forward(*inputs):
+        if modes and modes[-1] == "error":
+            if does == "waits":
+                raise RuntimeError("called a synchronizing CUDA operation")
+            torch.cuda.random.get_rng_state()
+        return run(*inputs)
+
+    monkeypatch.setattr(graphed, "_run", forward)
+    monkeypatch.setattr(graphed, "_record", lambda _: pytest.fail("recorded"))
+    tokens_BS = torch.arange(16)[None]
+    for _ in range(4):
+        assert graphed.run(tokens_BS, tokens_BS, tokens_BS).hidden_states_SBH.isfinite().all()
+    assert modes == ["error", 0]
+    assert torch.cuda.random.get_rng_state is real
