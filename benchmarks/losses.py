@@ -154,11 +154,12 @@ def measure(
 
 def main() -> None:
     arguments = parse_arguments()
+    liger = liger_losses(arguments)
     arms = {
         "plain, all logits": plain_loss(arguments),
         "torpor.losses": our_loss(arguments, has_kernels=True),
         "torpor.losses, PyTorch": our_loss(arguments, has_kernels=False),
-        **liger_losses(arguments),
+        **liger,
     }
     inputs = make_inputs(arguments)
     results: dict[str, list[tuple[float, float, float]]] = {name: [] for name in arms}
@@ -171,7 +172,7 @@ def main() -> None:
     }
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{where}, torch {torch.__version__}, {arguments}")
-    if len(arms) == 3:
+    if not liger:
         print("without Liger Kernel, which needs CUDA and `pip install liger-kernel`")
     first = medians["plain, all logits"][0]
     print(f"{'':<26}{'ms':>10}{'ratio':>8}{'GiB':>8}{'loss':>12}")

@@ -8,6 +8,7 @@ import yaml
 
 import tiny
 from torpor.checkpoints.folder import open_folder
+from torpor.checkpoints.inspect import inspect_folder
 from torpor.checkpoints.verify import verify_folders
 from torpor.megatron.graphed_projection import GraphedProjection
 from torpor.megatron.models import build_model
@@ -16,6 +17,7 @@ from torpor.runs.distill import distill
 from torpor.training.config import DistillConfig
 from torpor.training.config_file import read_config
 
+STORED = {"fp8": "F8_E4M3", "int8": "I8", "nvfp4": "U8"}
 WRITERS = {"nemotron_h": tiny.write_nemotron_h, "mimo": tiny.write_mimo}
 
 
@@ -26,27 +28,35 @@ def test_every_parameter_and_buffer_is_built_on_the_device(megatron_rank, tmp_pa
     assert [name for name, tensor in tensors if tensor.device.type != "cuda"] == []
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["nemotron_h", "mimo"])
-def test_a_run_learns_resumes_and_keeps_its_heads(no_process_groups, tmp_path, family, dtype):
-    WRITERS[family](tmp_path / "teacher", seed=1)
-    WRITERS[family](tmp_path / "student", seed=2)
-    (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 200)
+def write_models(folder, write, **options):
+    write(folder / "teacher", seed=1, **options)
+    write(folder / "student", seed=2, **options)
+    (folder / "text.txt").write_text("The dormouse sleeps through the winter. " * 200)
+
+
+def read(folder, output="run", **changes):
     values = {
         "teacher": "teacher",
         "student": "student",
-        "output": "run",
+        "output": output,
         "data": "text.txt",
         "sequence_length": 64,
         "global_batch_size": 2,
         "steps": 6,
         "lr": 5e-3,
-        "dtype": dtype,
+        "dtype": "bf16",
         "save_every": 3,
         "eval_batches": 1,
     }
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
-    config = read_config(DistillConfig, tmp_path / "run.yaml")
+    (folder / f"{output}.yaml").write_text(yaml.safe_dump(values | changes))
+    return read_config(DistillConfig, folder / f"{output}.yaml")
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["nemotron_h", "mimo"])
+def test_a_run_learns_resumes_and_keeps_its_heads(no_process_groups, tmp_path, family, dtype):
+    write_models(tmp_path, WRITERS[family])
+    config = read(tmp_path, dtype=dtype)
     whole = distill(config)
     assert whole.last_loss < whole.first_loss
     assert whole.mtp_executions == 0
@@ -65,34 +75,35 @@ def test_a_run_learns_resumes_and_keeps_its_heads(no_process_groups, tmp_path, f
 
 
 def test_a_teacher_from_a_graph_teaches_the_same(no_process_groups, monkeypatch, tmp_path):
-    tiny.write_mimo(tmp_path / "teacher", seed=1)
-    tiny.write_mimo(tmp_path / "student", seed=2)
-    (tmp_path / "text.txt").write_text("The dormouse sleeps through the winter. " * 200)
+    write_models(tmp_path, tiny.write_mimo)
     recorded = []
     record = GraphedProjection._record
     monkeypatch.setattr(
         GraphedProjection, "_record", lambda *args: (record(*args), recorded.append(args[0].is_recorded))
     )
-    losses = []
-    for name in ("graph", "eager"):
-        values = {
-            "teacher": "teacher",
-            "student": "student",
-            "output": name,
-            "data": "text.txt",
-            "sequence_length": 64,
-            "global_batch_size": 2,
-            "steps": 6,
-            "lr": 5e-3,
-            "dtype": "bf16",
-            "eval_every": 3,
-            "eval_batches": 2,
-        }
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
-        if name == "eager":
-            monkeypatch.setattr("torpor.training.distillation.can_be_recorded", lambda _: False)
-        losses.append(distill(read_config(DistillConfig, tmp_path / f"{name}.yaml")))
+    changes = {"eval_every": 3, "eval_batches": 2}
+    graph = distill(read(tmp_path, "graph", **changes))
+    monkeypatch.setattr("torpor.training.distillation.can_be_recorded", lambda _: False)
+    eager = distill(read(tmp_path, "eager", **changes))
     assert recorded == [True]
     # The losses of steps: a replay with inputs of the step before would be far off.
-    assert losses[0].first_loss == losses[1].first_loss
-    assert losses[0].last_loss == pytest.approx(losses[1].last_loss, rel=1e-3)
+    assert graph.first_loss == eager.first_loss
+    assert graph.last_loss == pytest.approx(eager.last_loss, rel=1e-3)
+
+
+@pytest.mark.parametrize("quantize", STORED)
+def test_a_quantised_student_learns_and_keeps_its_heads(no_process_groups, tmp_path, quantize):
+    """In NVFP4 too, whose blocks Model-Optimizer quantises on CUDA devices only."""
+    write_models(tmp_path, tiny.write_mimo, hidden=64)  # rows that blocks of 16 divide
+    calibration = {} if quantize == "int8" else {"calib_size": 4}
+    result = distill(read(tmp_path, quantize=quantize, **calibration))
+    plain = distill(read(tmp_path, "plain"))
+    assert result.frozen
+    assert result.mtp_executions == 0
+    assert result.last_loss < result.first_loss
+    assert result.first_loss != plain.first_loss, "the quantisers do nothing"
+    export = tmp_path / "run" / "export"
+    assert verify_folders(tmp_path / "student", export).ok
+    assert inspect_folder(export).ok
+    tensors = open_folder(export).tensors
+    assert tensors["model.layers.0.self_attn.q_proj.weight"].dtype == STORED[quantize]

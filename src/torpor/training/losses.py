@@ -156,9 +156,10 @@ def distillation_loss(
     tokens = _Tokens.of(student, labels_BS, loss_mask_BS).without_sense_where(
         _ids_outside(teacher, settings, vocab_rows), vocab_rows
     )
+    kernels = _kernels(student, teacher, settings)
     with torch.no_grad():
-        make_chunk = _chunk_maker(student, teacher, settings, tokens.labels_N, vocab_rows)
-    buffers = torch.float32 if _kernels(student, teacher, settings) is None else student.weight_VH.dtype
+        make_chunk = _chunk_maker(student, teacher, settings, tokens.labels_N, vocab_rows, kernels)
+    buffers = torch.float32 if kernels is None else student.weight_VH.dtype
     size = chunk_size or vocabulary.chunk_size(student, buffers)
     total, sums = _SummedLoss.apply(
         student.hidden_states_SBH,
@@ -317,9 +318,9 @@ def _chunk_maker(
     settings: LossSettings,
     labels_N: torch.Tensor | None,
     vocab_rows: int,
+    kernels: ModuleType | None,
 ) -> ChunkMaker:
     """Return what turns the student's logits [n, v] of some tokens into their loss; it may overwrite them."""
-    kernels = _kernels(student, teacher, settings)
     if kernels is not None and isinstance(teacher, OutputProjection):
         return _fused_chunk_maker(student, teacher, settings, labels_N, kernels)
     group = student.tp_group
@@ -375,8 +376,7 @@ def _fused_chunk_maker(
 ) -> ChunkMaker:
     group, temperature, mix = student.tp_group, settings.temperature, settings.cross_entropy_weight
     _, start = vocabulary.local_rows(student)
-    teacher_NH = vocabulary.gather_tokens(teacher)
-    teacher_rows_VH, _ = vocabulary.local_rows(teacher)
+    teacher_logits = _logits_of(teacher)
     options = {
         "divergence": settings.divergence,
         "temperature": temperature,
@@ -387,7 +387,7 @@ def _fused_chunk_maker(
         return vocabulary.log_sum_exp_over(kernels.log_sum_exp(logits_NV, temperature), group)
 
     def make(logits_NV: torch.Tensor, tokens: slice, wants_gradient: bool) -> _Chunk:
-        teacher_NV = teacher_NH[tokens] @ teacher_rows_VH.t()
+        teacher_NV = teacher_logits(tokens)
         log_z_N = log_z(logits_NV, temperature)
         entropy_N, labels = torch.zeros_like(log_z_N), None
         if labels_N is not None:
@@ -416,6 +416,13 @@ def _fused_chunk_maker(
     return make
 
 
+def _logits_of(projection: OutputProjection) -> Callable[[slice], torch.Tensor]:
+    """Return what makes this rank's logits [n, v] of some tokens."""
+    tokens_NH = vocabulary.gather_tokens(projection)
+    rows_VH, _ = vocabulary.local_rows(projection)
+    return lambda tokens: tokens_NH[tokens] @ rows_VH.t()
+
+
 Comparison = Callable[[torch.Tensor, slice, bool], tuple[torch.Tensor, torch.Tensor | None]]
 
 
@@ -434,11 +441,7 @@ def _comparison(
     temperature, beta, k = settings.temperature, settings.jensen_shannon_beta, settings.top_k
 
     if isinstance(teacher, OutputProjection):
-        teacher_NH = vocabulary.gather_tokens(teacher)
-        teacher_rows_VH, _ = vocabulary.local_rows(teacher)
-
-        def teacher_logits(tokens: slice) -> torch.Tensor:
-            return teacher_NH[tokens] @ teacher_rows_VH.t()
+        teacher_logits = _logits_of(teacher)
 
     def compare_all(
         logits_NV: torch.Tensor, tokens: slice, wants_gradient: bool
