@@ -96,6 +96,7 @@ def build_model(arguments: argparse.Namespace, arm: Arm, layers: int, *, recompu
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
+    from torpor.megatron.capabilities import fused_kernels
     from torpor.megatron.specs import gpt_layer_spec, gpt_mtp_block_spec
 
     torch.manual_seed(layers)
@@ -112,17 +113,15 @@ def build_model(arguments: argparse.Namespace, arm: Arm, layers: int, *, recompu
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=not is_cpu_host(),
-        bias_dropout_fusion=not is_cpu_host(),
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
         attention_dropout=0.0,
         hidden_dropout=0.0,
+        transformer_impl="local" if arm.attention == "local" else "transformer_engine",
         attention_backend=AttnBackend.local if arm.attention == "local" else AttnBackend.auto,
         bf16=True,
         params_dtype=torch.bfloat16,
         use_cpu_initialization=is_cpu_host(),
         **(full if recompute else {}),
+        **fused_kernels(swiglu=True, rotary=True),
     )
     # Megatron writes its choice of attention here and asserts that it never changes.
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):

@@ -56,6 +56,7 @@ def build(arguments: argparse.Namespace, arm: str) -> torch.nn.Module:
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.enums import AttnBackend
 
+    from torpor.megatron.capabilities import fused_kernels
     from torpor.megatron.specs import gpt_layer_spec, gpt_mtp_block_spec
 
     torch.manual_seed(1)
@@ -73,10 +74,7 @@ def build(arguments: argparse.Namespace, arm: str) -> torch.nn.Module:
         add_bias_linear=False,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
-        bias_activation_fusion=not is_cpu_host(),
-        bias_dropout_fusion=not is_cpu_host(),
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        transformer_impl="local" if arguments.attention == "local" else "transformer_engine",
         attention_backend=AttnBackend[arguments.attention],
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -84,6 +82,7 @@ def build(arguments: argparse.Namespace, arm: str) -> torch.nn.Module:
         params_dtype=torch.bfloat16,
         use_cpu_initialization=is_cpu_host(),
         **(recompute if arguments.recompute else {}),
+        **fused_kernels(swiglu=True, rotary=True),
     )
     model = GPTModel(
         config,

@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 import torch
-import yaml
 
 import tiny
+from distill_runs import WRITERS, read, write_models
 from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.inspect import inspect_folder
 from torpor.checkpoints.verify import verify_folders
@@ -14,11 +14,8 @@ from torpor.megatron.graphed_projection import GraphedProjection
 from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
 from torpor.runs.distill import distill
-from torpor.training.config import DistillConfig
-from torpor.training.config_file import read_config
 
 STORED = {"fp8": "F8_E4M3", "int8": "I8", "nvfp4": "U8"}
-WRITERS = {"nemotron_h": tiny.write_nemotron_h, "mimo": tiny.write_mimo}
 
 
 def test_every_parameter_and_buffer_is_built_on_the_device(megatron_rank, tmp_path):
@@ -26,30 +23,6 @@ def test_every_parameter_and_buffer_is_built_on_the_device(megatron_rank, tmp_pa
     chunk = build_model(open_folder(tmp_path / "model").config, Layout(), torch.bfloat16)[0]
     tensors = [*chunk.named_parameters(), *chunk.named_buffers()]
     assert [name for name, tensor in tensors if tensor.device.type != "cuda"] == []
-
-
-def write_models(folder, write, **options):
-    write(folder / "teacher", seed=1, **options)
-    write(folder / "student", seed=2, **options)
-    (folder / "text.txt").write_text("The dormouse sleeps through the winter. " * 200)
-
-
-def read(folder, output="run", **changes):
-    values = {
-        "teacher": "teacher",
-        "student": "student",
-        "output": output,
-        "data": "text.txt",
-        "sequence_length": 64,
-        "global_batch_size": 2,
-        "steps": 6,
-        "lr": 5e-3,
-        "dtype": "bf16",
-        "save_every": 3,
-        "eval_batches": 1,
-    }
-    (folder / f"{output}.yaml").write_text(yaml.safe_dump(values | changes))
-    return read_config(DistillConfig, folder / f"{output}.yaml")
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("megatron_rank")
 @pytest.mark.parametrize("recompute", [{}, FULL_RECOMPUTE], ids=["no-recompute", "full-recompute"])
 @pytest.mark.parametrize("kind", [GPT, GPT_TIED, GPT_MOE, HYBRID, HYBRID_MOE], ids=str)
 def test_the_same_kernels_and_no_more_waiting(kind, recompute):
-    """Kernels and copies in order; synchronising calls of the host by name and number."""
+    """Kernels, copies and synchronising calls of the host by name and number."""
     dormant, reference = build_pair(kind, **recompute)
     awake, _ = kernels_and_synchronisations(dormant)
     freeze_mtp(dormant)

@@ -76,10 +76,14 @@ def test_experts_are_not_recorded(kind):
     assert not can_be_recorded(build_teacher(kind))
 
 
-def test_megatrons_own_attention_reads_the_generator_and_stays_as_it_was():
+def test_megatrons_own_attention_reads_the_generator_and_stays_as_it_was(monkeypatch):
     from megatron.core.transformer.enums import AttnBackend
 
-    model = build(GPT, mtp=False, attention_backend=AttnBackend.local).requires_grad_(False)
+    # Megatron sets these for a model's attention, and refuses a second model of the process with another.
+    for kernels in ("FLASH", "FUSED", "UNFUSED"):
+        monkeypatch.delenv(f"NVTE_{kernels}_ATTN", raising=False)
+    local = {"transformer_impl": "local", "attention_backend": AttnBackend.local}
+    model = build(GPT, mtp=False, **local).requires_grad_(False)
     graphed = GraphedProjection(model)
     for seed in range(4):
         ours = graphed.run(*inputs(seed)).hidden_states_SBH

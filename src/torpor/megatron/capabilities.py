@@ -38,3 +38,24 @@ def has_block_quantization() -> bool:
         modelopt/torch/quantization/tensor_quant.py, `_dynamic_block_quantize_impl`.
     """
     return not is_cpu_host()
+
+
+def fused_kernels(*, swiglu: bool, rotary: bool) -> dict[str, bool]:
+    """Return the fields of a TransformerConfig that turn on the fused kernels there are here.
+
+    Megatron compiles those of activation and residual itself, for CUDA. Rotary embeddings are fused by
+    Transformer Engine or Apex.
+
+    Args:
+        swiglu: Whether the model's MLPs are gated by SiLU.
+        rotary: Whether its positions are rotary embeddings.
+    """
+    if is_cpu_host():
+        return {}
+    from megatron.core.models.common.embeddings import rope_utils
+
+    return {
+        "bias_activation_fusion": swiglu,
+        "bias_dropout_fusion": True,
+        "apply_rope_fusion": rotary and rope_utils.fused_apply_rotary_pos_emb is not None,
+    }

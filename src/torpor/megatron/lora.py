@@ -165,8 +165,8 @@ def add_lora(
         if type(layer) not in _KINDS:
             raise UnsupportedModelError(
                 f"{name} is a {type(layer).__name__}; adapters fit Megatron-Core's own"
-                " ColumnParallelLinear and RowParallelLinear\n  Train the whole model, or uninstall"
-                " transformer-engine, whose layers these are."
+                " ColumnParallelLinear and RowParallelLinear\n  Build the model with transformer_impl"
+                ' "local", or train it whole.'
             )
     for chunk in chunks:
         for parameter in chunk.parameters():

@@ -106,4 +106,7 @@ def _explain_unknown(target: str, name_map: NameMap, parts: dict[str, set[str]])
         what = (
             f"names {sorted(modules)[0]}, which takes no adapter (MTP, experts, embeddings, norms, routers)"
         )
-    return f"`lora.target_modules`: {target!r} {what}\n  Name some of {', '.join(known)}, or all-linear."
+    return (
+        f"`lora.target_modules`: {target!r} {what}\n  Name some of {', '.join(known)}; or write all-linear"
+        " in place of the list."
+    )

@@ -10,7 +10,7 @@ import torch
 
 from torpor.checkpoints.families import find_family, hybrid_mtp_pattern, hybrid_pattern
 from torpor.errors import ConfigError, UnsupportedModelError
-from torpor.megatron.capabilities import has_transformer_engine
+from torpor.megatron.capabilities import fused_kernels, has_transformer_engine
 from torpor.megatron.host import current_device, prepare_host
 from torpor.megatron.parallel import Layout
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 Recompute = Literal["full", "selective"] | None
+TransformerImpl = Literal["local", "transformer_engine"]
 Config = Mapping[str, Any]
 
 
@@ -30,6 +31,7 @@ def build_transformer_config(
     recompute: Recompute = None,
     mtp: bool = True,
     per_token_loss: bool = False,
+    transformer_impl: TransformerImpl = "transformer_engine",
 ) -> TransformerConfig:
     """Translate a Hugging Face config, or refuse it before anything is built.
 
@@ -40,6 +42,7 @@ def build_transformer_config(
         recompute: None, "full" (every layer) or "selective" (core attention).
         mtp: False leaves the multi-token-prediction layers out; the trunk is the same.
         per_token_loss: Whether a step's loss is a mean over its tokens rather than over its micro-batches.
+        transformer_impl: Whose layers: "transformer_engine", local ones where it is missing, or "local".
 
     Returns:
         The Megatron configuration of this model at this layout.
@@ -54,7 +57,10 @@ def build_transformer_config(
     if recompute not in (None, "full", "selective"):
         raise ConfigError(f"recompute is {recompute!r}; supported are None, 'full' and 'selective'")
     architecture.check(hf_config)
+    uses_transformer_engine = transformer_impl != "local" and has_transformer_engine()
     fields = architecture.translate(hf_config)
+    if fields.get("moe_latent_size") is not None and not uses_transformer_engine:
+        _refuse("moe_latent_size", fields["moe_latent_size"], "null without Transformer Engine's layers")
     _check_layout(hf_config, fields, layout)
 
     num_mtp_layers = find_family(hf_config).declared_mtp_layers(hf_config) if mtp else 0
@@ -66,7 +72,10 @@ def build_transformer_config(
         **fields,
         **_parallel_fields(layout, dtype),
         **_recompute_fields(recompute),
+        **fused_kernels(swiglu=fields["gated_linear_unit"], rotary=architecture.is_rotary),
         mtp_num_layers=num_mtp_layers or None,
+        transformer_impl=transformer_impl,
+        moe_grouped_gemm=uses_transformer_engine and "num_moe_experts" in fields,
         calculate_per_token_loss=per_token_loss,
         normalization="RMSNorm",
         add_bias_linear=False,
@@ -85,6 +94,7 @@ def build_model(
     recompute: Recompute = None,
     mtp: bool = True,
     per_token_loss: bool = False,
+    transformer_impl: TransformerImpl = "transformer_engine",
 ) -> list[MegatronModule]:
     """Build this rank's part of the model with Megatron's random initialisation.
 
@@ -95,6 +105,7 @@ def build_model(
         recompute: None, "full" (every layer) or "selective" (core attention).
         mtp: False leaves the multi-token-prediction layers out; the trunk is the same.
         per_token_loss: Whether a step's loss is a mean over its tokens rather than over its micro-batches.
+        transformer_impl: Whose layers: "transformer_engine", local ones where it is missing, or "local".
 
     Returns:
         The chunks of this rank's pipeline stage, bare: no DDP, no mixed-precision wrapper.
@@ -104,7 +115,13 @@ def build_model(
         ConfigError: The layout does not divide the model.
     """
     config = build_transformer_config(
-        hf_config, layout, dtype, recompute=recompute, mtp=mtp, per_token_loss=per_token_loss
+        hf_config,
+        layout,
+        dtype,
+        recompute=recompute,
+        mtp=mtp,
+        per_token_loss=per_token_loss,
+        transformer_impl=transformer_impl,
     )
     from megatron.core import parallel_state
 
@@ -151,6 +168,7 @@ class _Architecture:
     check: Callable[[Config], None]
     translate: Callable[[Config], dict[str, Any]]
     build: Callable[..., MegatronModule]
+    is_rotary: bool
 
 
 def _find_architecture(hf_config: Config) -> _Architecture:
@@ -225,8 +243,6 @@ def _check_router(hf_config: Config) -> None:
     # The published router scores a group by its two best experts, Megatron by its top_k / topk_group best.
     if 1 <= top_groups < groups and top_k // top_groups != 2:
         _refuse("topk_group", top_groups, f"n_group = {groups} or half of num_experts_per_tok = {top_k}")
-    if hf_config.get("moe_latent_size") is not None and not has_transformer_engine():
-        _refuse("moe_latent_size", hf_config["moe_latent_size"], "null without Transformer Engine")
 
 
 def _translate_nemotron_h(hf_config: Config) -> dict[str, Any]:
@@ -273,7 +289,6 @@ def _translate_nemotron_h(hf_config: Config) -> dict[str, Any]:
             ),
             "moe_latent_size": hf_config.get("moe_latent_size"),
             "moe_token_dispatcher_type": "alltoall",
-            "moe_grouped_gemm": has_transformer_engine(),
         }
     return fields
 
@@ -351,8 +366,8 @@ def _build_mimo(hf_config: Config, config: TransformerConfig, **stage: bool) -> 
 
 
 _ARCHITECTURES = {
-    "nemotron_h": _Architecture(_check_nemotron_h, _translate_nemotron_h, _build_nemotron_h),
-    "mimo": _Architecture(_check_mimo, _translate_mimo, _build_mimo),
+    "nemotron_h": _Architecture(_check_nemotron_h, _translate_nemotron_h, _build_nemotron_h, is_rotary=False),
+    "mimo": _Architecture(_check_mimo, _translate_mimo, _build_mimo, is_rotary=True),
 }
 
 

@@ -31,27 +31,20 @@ _INT8_INPUTS: Final = {"num_bits": 8, "type": "dynamic", "block_sizes": {-1: Non
 _MAMBA_PARTS: Final = ("z", "x", "B", "C", "dt")
 
 
-def check_format(name: str, layout: Layout, *, has_experts: bool) -> None:
+def check_format(name: str, layout: Layout) -> None:
     """Check that a model can be trained in a format here, at a layout.
 
     Args:
         name: "fp8", "int8" or "nvfp4".
         layout: Of the model.
-        has_experts: Whether the model has a mixture of experts.
 
     Raises:
-        ConfigError: This machine cannot compute in the format, or the model's experts cannot be quantised at
-            this layout or with what is installed.
+        ConfigError: This machine cannot compute in the format, or experts cannot be quantised at this layout.
     """
     if name == "nvfp4" and not capabilities.has_block_quantization():
         raise ConfigError(
             "`quantize` is nvfp4, and Model-Optimizer quantises blocks on CUDA only; there is none here\n"
             "  Use fp8 or int8 on this machine, or run it on one with a GPU."
-        )
-    if has_experts and capabilities.has_transformer_engine():
-        raise ConfigError(
-            f"`quantize` is {name}, and the student's experts are Transformer Engine's grouped ones, whose"
-            " scales cannot be exported yet\n  Uninstall Transformer Engine, or leave `quantize` out."
         )
     if layout.tensor > 1 and layout.expert > 1:
         raise ConfigError(

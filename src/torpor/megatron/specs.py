@@ -1,5 +1,7 @@
 """Layer specs of HybridModel and GPTModel: Transformer Engine's where it is installed, local ones elsewhere.
 
+A configuration whose `transformer_impl` is "local" gets local ones everywhere.
+
 The local specs save under the names that Transformer Engine's have: a norm that Transformer Engine fuses into
 the linear layer after it is written as that layer's `layer_norm_weight`. One checkpoint serves both.
 
@@ -95,7 +97,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
     Args:
         config: The model's configuration.
     """
-    if capabilities.has_transformer_engine():
+    if _uses_transformer_engine(config):
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
 
         return spec if capabilities.has_mamba_ssm() else _with_torch_mixer(spec)
@@ -165,7 +167,7 @@ def gpt_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
     Raises:
         UnsupportedModelError: Multi-latent attention without Transformer Engine.
     """
-    if capabilities.has_transformer_engine():
+    if _uses_transformer_engine(config):
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, normalization=config.normalization, vp_stage=vp_stage
         )
@@ -188,12 +190,16 @@ def gpt_mtp_block_spec(
     """
     if not config.mtp_num_layers:
         return None
-    if capabilities.has_transformer_engine():
+    if _uses_transformer_engine(config):
         spec = gpt_layer_spec(config, vp_stage)
         return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage)
     return get_gpt_mtp_block_spec_for_backend(
         config, _local_gpt_layers(config)[-1], LocalBackend(config), vp_stage=vp_stage
     )
+
+
+def _uses_transformer_engine(config: TransformerConfig) -> bool:
+    return config.transformer_impl != "local" and capabilities.has_transformer_engine()
 
 
 def _attention_spec(config: TransformerConfig, backend: LocalBackend) -> ModuleSpec:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torpor.checkpoints.families import count_mtp_layers
 from torpor.checkpoints.folder import Folder
 from torpor.errors import ConfigError
-from torpor.megatron.models import build_model, build_transformer_config
+from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
 from torpor.megatron.quantization import check_format, fake_quantize
 from torpor.megatron.weights import export_folder, load_weights
@@ -94,8 +94,7 @@ def _check_quantizable(config: DistillConfig, student: Folder, layout: Layout) -
     assert config.quantize is not None
     if config.quantize_mtp and not count_mtp_layers(student).declared:
         raise ConfigError(f"`quantize_mtp` is set, and {student.path} has no MTP layers\n  Leave it out.")
-    built = build_transformer_config(student.config, layout, model_dtype(config))
-    check_format(config.quantize, layout, has_experts=bool(built.num_moe_experts))
+    check_format(config.quantize, layout)
 
 
 def _describe_quantization(config: DistillConfig, student: Folder) -> list[str]:
@@ -173,7 +172,13 @@ def _build_student(
     from torpor.training.calibration import run_forwards
 
     dtype = model_dtype(config)
-    student = build_model(recipe.source.config, recipe.layout, dtype, recompute=config.recompute)
+    student = build_model(
+        recipe.source.config,
+        recipe.layout,
+        dtype,
+        recompute=config.recompute,
+        transformer_impl=config.transformer_impl("student"),
+    )
     load_weights(student, recipe.source)
     if config.quantize is not None:
         fake_quantize(
@@ -191,7 +196,12 @@ def _build_teacher(config: DistillConfig, recipe: Recipe) -> "tuple[torch.nn.Mod
     from torpor.dormancy import freeze_mtp
 
     # Nothing of the teacher is kept for backward, so there is nothing to recompute.
-    teacher = build_model(recipe.models["teacher"].config, recipe.layout, model_dtype(config))
+    teacher = build_model(
+        recipe.models["teacher"].config,
+        recipe.layout,
+        model_dtype(config),
+        transformer_impl=config.transformer_impl("teacher"),
+    )
     load_weights(teacher, recipe.models["teacher"])
     # Nobody asks for what the teacher's MTP layers would predict.
     return teacher[0], freeze_mtp(teacher) if teacher[0].config.mtp_num_layers else None

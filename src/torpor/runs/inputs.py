@@ -64,7 +64,13 @@ def open_model(role: str, config: RunConfig, layout: Layout) -> Folder:
     check_heads(folder)
     find_family(folder.config).name_map(folder.config).check(folder.tensors)
     try:
-        build_transformer_config(folder.config, layout, model_dtype(config), recompute=config.recompute)
+        build_transformer_config(
+            folder.config,
+            layout,
+            model_dtype(config),
+            recompute=config.recompute,
+            transformer_impl=config.transformer_impl(role),
+        )
     except TorporError as error:
         # It knows a configuration and not whose, and a run may have several models.
         raise type(error)(f"`{role}` {path}: {error}") from error

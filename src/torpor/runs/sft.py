@@ -105,7 +105,12 @@ def _build(
     from torpor.training.sft import sft_objective
 
     chunks = build_model(
-        model.config, layout, model_dtype(config), recompute=config.recompute, per_token_loss=True
+        model.config,
+        layout,
+        model_dtype(config),
+        recompute=config.recompute,
+        per_token_loss=True,
+        transformer_impl=config.transformer_impl("model"),
     )
     load_weights(chunks, model)
     leave_padding_uncounted(chunks)

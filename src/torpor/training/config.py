@@ -176,6 +176,14 @@ class RunConfig(OptimizationConfig):
         """Whether MTP layers sleep where the user says nothing."""
         return True
 
+    def transformer_impl(self, role: str) -> Literal["local", "transformer_engine"]:
+        """Say whose layers a model is built of, as Megatron-Core's `transformer_impl` does.
+
+        Args:
+            role: The setting that names the model's folder.
+        """
+        return "transformer_engine"
+
     @model_validator(mode="after")
     def _check_folders(self) -> Self:
         output = self.output.resolve()
@@ -224,6 +232,13 @@ class DistillConfig(RunConfig):
     def _should_freeze_mtp(self) -> bool:
         # Training should recover what quantisation lost; layers that were left out have lost nothing.
         return not self.quantize_mtp
+
+    def transformer_impl(self, role: str) -> Literal["local", "transformer_engine"]:
+        """Say whose layers a model is built of: a quantised student of Megatron-Core's own.
+
+        Their experts have a quantiser each, whose scales an export can name.
+        """
+        return "local" if role == "student" and self.quantize else super().transformer_impl(role)
 
     @model_validator(mode="after")
     def _check_quantization(self) -> Self:
@@ -291,6 +306,10 @@ class SftConfig(RunConfig):
         default="raise", description="what becomes of samples longer than sequence_length"
     )
     lora: LoraSettings | None = Field(default=None, description="train adapters instead of the whole model")
+
+    def transformer_impl(self, role: str) -> Literal["local", "transformer_engine"]:
+        """Say whose layers a model is built of: one with adapters of Megatron-Core's own, which take them."""
+        return "local" if self.lora else super().transformer_impl(role)
 
     @model_validator(mode="after")
     def _check_lora(self) -> Self:

@@ -9,6 +9,7 @@ import tiny
 from megatron_steps import logits_of
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import CheckpointError, ConfigError, UnsupportedModelError
+from torpor.megatron import capabilities, models
 from torpor.megatron.models import build_model, build_transformer_config, hybrid_layer_pattern
 from torpor.megatron.parallel import Layout
 from torpor.megatron.weights import load_weights
@@ -150,6 +151,57 @@ def test_unsupported_field_is_refused_by_name(tmp_path, write, field, value):
         build_transformer_config(config, Layout(), torch.float32)
     assert field in str(error.value)
     assert repr(shown) in str(error.value)
+
+
+@pytest.fixture
+def installed_transformer_engine(monkeypatch):
+    for module in (capabilities, models):
+        monkeypatch.setattr(module, "has_transformer_engine", lambda: True)
+
+
+@pytest.mark.usefixtures("installed_transformer_engine")
+@pytest.mark.parametrize("write", [tiny.write_nemotron_h, tiny.write_mimo])
+def test_local_layers_where_transformer_engine_is_installed(tmp_path, megatron_rank, write):
+    config = read_config(write, tmp_path)
+    has_experts = write is tiny.write_nemotron_h
+    assert build_transformer_config(config, Layout(), torch.float32).moe_grouped_gemm is has_experts
+    (chunk,) = build_model(config, Layout(), torch.float32, transformer_impl="local")
+    assert not chunk.config.moe_grouped_gemm
+    assert {type(m).__module__ for m in chunk.modules()}.isdisjoint(
+        {"megatron.core.extensions.transformer_engine"}
+    )
+
+
+@pytest.mark.usefixtures("installed_transformer_engine")
+def test_latent_experts_are_transformer_engines(tmp_path):
+    config = read_config(tiny.write_nemotron_h, tmp_path, moe_latent_size=16)
+    assert build_transformer_config(config, Layout(), torch.float32).moe_latent_size == 16
+    with pytest.raises(UnsupportedModelError, match="moe_latent_size = 16"):
+        build_transformer_config(config, Layout(), torch.float32, transformer_impl="local")
+
+
+def test_fused_kernels_are_those_of_the_model_and_the_machine(tmp_path, monkeypatch, megatron_rank):
+    fusions = ("bias_activation_fusion", "bias_dropout_fusion", "apply_rope_fusion")
+
+    sources = {
+        write: read_config(write, tmp_path / write.__name__)
+        for write in (tiny.write_mimo, tiny.write_nemotron_h)
+    }
+
+    def fused(write):
+        config = build_transformer_config(sources[write], Layout(), torch.float32)
+        return [getattr(config, name) for name in fusions]
+
+    if not torch.cuda.is_available():
+        assert fused(tiny.write_mimo) == [False, False, False]
+    monkeypatch.setattr(capabilities, "is_cpu_host", lambda: False)
+    assert fused(tiny.write_mimo)[:2] == [True, True]
+    assert fused(tiny.write_nemotron_h) == [False, True, False]
+    from megatron.core.models.common.embeddings import rope_utils
+
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", object())
+    assert fused(tiny.write_mimo) == [True, True, True]
+    assert fused(tiny.write_nemotron_h) == [False, True, False]
 
 
 def test_group_limited_routing_of_another_kind_is_refused(tmp_path):

@@ -11,6 +11,7 @@ import tiny
 from chats import CHATML, chat, chat_tokenizer, give_chat, write_records
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import ConfigError, MTPChangedError
+from torpor.megatron.models import build_model
 from torpor.runs.sft import sft
 from torpor.training.config import SftConfig
 from torpor.training.config_file import read_config
@@ -133,6 +134,19 @@ def loss_of_export(work) -> float:
             count += batch.loss_mask_BS.sum().item()
     parallel.shutdown()
     return total / count
+
+
+@pytest.mark.parametrize(("lora", "kind"), [(LORA, "local"), (None, "transformer_engine")])
+def test_a_model_with_adapters_is_built_of_local_layers(work, monkeypatch, lora, kind):
+    built = []
+
+    def build(*args, **options):
+        built.append(options["transformer_impl"])
+        return build_model(*args, **options)
+
+    monkeypatch.setattr("torpor.runs.sft.build_model", build)
+    run(work, steps=1, lora=lora)
+    assert built == [kind]
 
 
 @pytest.mark.parametrize("family", ["mimo", "nemotron_h"])
