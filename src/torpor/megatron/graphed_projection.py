@@ -103,7 +103,8 @@ class GraphedProjection:
         self._graph = graph
 
     def _run(self, *inputs: torch.Tensor) -> OutputProjection:
-        self.model.eval()
+        if self.model.training:
+            self.model.eval()
         tokens_BS, positions_BS, labels_BS = inputs
         with hand_over_projection(self.model) as handover:
             self.model(tokens_BS, positions_BS, None, labels=labels_BS)
