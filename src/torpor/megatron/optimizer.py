@@ -8,7 +8,8 @@ from typing import Any
 
 import megatron.core.optimizer as megatron_optimizer
 import torch
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer
+from megatron.core import utils as megatron_utils
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, distrib_optimizer
 from megatron.core.transformer.module import MegatronModule
 from torch.optim.adamw import adamw
 
@@ -136,6 +137,7 @@ def build_optimizer(
             f"{chunks[0].ddp_config.use_distributed_optimizer}\n  Give both the same value."
         )
     _use_group_step_adam()
+    _use_fused_clipping()
     config = OptimizerConfig(
         optimizer="adam",
         lr=lr,
@@ -169,3 +171,31 @@ def _use_group_step_adam() -> None:
     distrib_optimizer.Adam = GroupStepAdamW
     distrib_optimizer.HAVE_APEX_OR_TE = True
     distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _use_fused_clipping() -> None:
+    """Replace what Megatron clips gradients with where it has found neither Transformer Engine nor Apex.
+
+    Its own fallback (core/utils.py) waits for the norm of every tensor, and scales in a copy of each.
+    """
+    if clip_grads.l2_norm_impl is megatron_utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _l2_norm
+    if clip_grads.multi_tensor_scale_impl is megatron_utils.local_multi_tensor_scale:
+        clip_grads.multi_tensor_scale_impl = _scale
+
+
+def _l2_norm(
+    chunk_size: int, noop_flag: torch.Tensor, tensor_lists: Sequence[Sequence[torch.Tensor]], *_: Any
+) -> tuple[torch.Tensor, None]:
+    (tensors,) = tensor_lists
+    return torch.nn.utils.get_total_norm(tensors).reshape(1), None
+
+
+def _scale(
+    chunk_size: int,
+    noop_flag: torch.Tensor,
+    tensor_lists: Sequence[Sequence[torch.Tensor]],
+    scale: float,
+) -> None:
+    for source, target in zip(*tensor_lists, strict=True):
+        torch.mul(source, scale, out=target)

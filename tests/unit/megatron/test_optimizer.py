@@ -4,14 +4,16 @@ import copy
 
 import pytest
 import torch
+from megatron.core import utils as megatron_utils
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.optimizer import clip_grads
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 
 from torpor.errors import ConfigError
 from torpor.megatron.host import current_device
-from torpor.megatron.optimizer import GroupStepAdamW, build_optimizer
+from torpor.megatron.optimizer import GroupStepAdamW, _use_fused_clipping, build_optimizer
 
 SETTINGS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
@@ -78,6 +80,31 @@ def test_refuses_what_it_does_not_do() -> None:
         GroupStepAdamW(make_parameters(), capturable=True)
     with pytest.raises(ConfigError, match="closure"):
         GroupStepAdamW(make_parameters()).step(lambda: 0.0)
+
+
+def test_clipping_is_megatrons_own(megatron_rank, monkeypatch) -> None:
+    """Above the limit and below it."""
+    if clip_grads.multi_tensor_scale_tensor_impl is not None:
+        pytest.skip("Transformer Engine clips here")
+
+    def clip(limit):
+        parameters = make_parameters()
+        for parameter in parameters:
+            parameter.grad = (100 * parameter.detach()).to(current_device())
+        norm = clip_grads.get_grad_norm_fp32([p.grad for p in parameters], 2, torch.distributed.group.WORLD)
+        clip_grads.clip_grad_by_total_norm_fp32(parameters, limit, norm)
+        return norm, [parameter.grad for parameter in parameters]
+
+    monkeypatch.setattr(clip_grads, "l2_norm_impl", megatron_utils.local_multi_tensor_l2_norm)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", megatron_utils.local_multi_tensor_scale)
+    expected = {limit: clip(limit) for limit in (1.0, 1e6)}
+    _use_fused_clipping()
+    assert clip_grads.l2_norm_impl is not megatron_utils.local_multi_tensor_l2_norm
+    assert clip_grads.multi_tensor_scale_impl is not megatron_utils.local_multi_tensor_scale
+    for limit, (norm, gradients) in expected.items():
+        our_norm, ours = clip(limit)
+        assert our_norm == pytest.approx(norm, rel=1e-6)
+        torch.testing.assert_close(ours, gradients, rtol=1e-6, atol=0)
 
 
 class Chunk(MegatronModule):
