@@ -9,7 +9,7 @@ ARGS ?=
 # Tests that run beside each other; some start up to four processes of one thread.
 JOBS ?= 2
 
-.PHONY: demo test test-matrix lint format clean
+.PHONY: demo test test-matrix test-gpu lint format clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -21,6 +21,10 @@ test: $(STAMP)
 # Every model at every layout; `make test` runs a part in which every pair of choices meets.
 test-matrix: $(STAMP)
 	$(BIN)/python -m pytest tests/matrix -m "matrix or not matrix" -n $(JOBS) $(ARGS)
+
+# On a machine with a CUDA device; `make test` leaves those out and hides the device from the others.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

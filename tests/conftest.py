@@ -11,8 +11,20 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import random
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide CUDA devices from all runs but those of `tests/gpu` alone.
+
+    The other tests compare bits that a CPU gives, and many work on it with tensors of their own.
+    """
+    gpu_tests = Path(__file__).parent / "gpu"
+    chosen = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
+    if not all(path.resolve().is_relative_to(gpu_tests) for path in chosen):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -27,7 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            skip = pytest.mark.skip(reason="needs a CUDA device, and this machine has none")
+            skip = pytest.mark.skip(reason="needs a CUDA device; `make test-gpu` shows it those of this machine")
             for item in items:
                 if item.get_closest_marker("gpu"):
                     item.add_marker(skip)

@@ -192,8 +192,7 @@ def test_fused_kernels_are_those_of_the_model_and_the_machine(tmp_path, monkeypa
         config = build_transformer_config(sources[write], Layout(), torch.float32)
         return [getattr(config, name) for name in fusions]
 
-    if not torch.cuda.is_available():
-        assert fused(tiny.write_mimo) == [False, False, False]
+    assert fused(tiny.write_mimo) == [False, False, False]
     monkeypatch.setattr(capabilities, "is_cpu_host", lambda: False)
     assert fused(tiny.write_mimo)[:2] == [True, True]
     assert fused(tiny.write_nemotron_h) == [False, True, False]
