@@ -39,7 +39,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            skip = pytest.mark.skip(reason="needs a CUDA device; `make test-gpu` shows it those of this machine")
+            skip = pytest.mark.skip(
+                reason="needs a CUDA device; `make test-gpu` shows it those of this machine"
+            )
             for item in items:
                 if item.get_closest_marker("gpu"):
                     item.add_marker(skip)

@@ -18,6 +18,8 @@ from torpor.runs.sft import sft
 from torpor.training.config import SftConfig
 from torpor.training.config_file import read_config
 
+LORA = {"lora": {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}}
+
 
 @pytest.fixture(autouse=True)
 def transformer_engine():
@@ -32,6 +34,22 @@ def without_transformer_engine(monkeypatch):
             monkeypatch.setattr(module, "has_transformer_engine", lambda: False)
 
     return pretend
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Which models a run builds, in order: "engine" or "local" by the layers in them."""
+    kinds = []
+
+    def build(*args, **options):
+        chunks = build_model(*args, **options)
+        names = {type(module).__name__ for module in chunks[0].modules()}
+        kinds.append("engine" if any(name.startswith("TE") for name in names) else "local")
+        return chunks
+
+    monkeypatch.setattr("torpor.runs.distill.build_model", build)
+    monkeypatch.setattr("torpor.runs.sft.build_model", build)
+    return kinds
 
 
 def layer_kinds(folder, **options):
@@ -50,7 +68,7 @@ def test_models_are_built_of_its_layers(megatron_rank, tmp_path, family):
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", WRITERS)
 def test_a_distillation_is_that_of_local_layers(
-    no_process_groups, without_transformer_engine, tmp_path, family, dtype
+    no_process_groups, without_transformer_engine, built, tmp_path, family, dtype
 ):
     """Its products of FP32 are TF32's, and Adam makes the most of every difference."""
     write_models(tmp_path, WRITERS[family])
@@ -59,6 +77,7 @@ def test_a_distillation_is_that_of_local_layers(
     assert verify_folders(tmp_path / "student", engine.export).ok
     without_transformer_engine()
     local = distill(read(tmp_path, "local", dtype=dtype))
+    assert built == ["engine", "engine", "local", "local"]
     assert engine.first_loss == pytest.approx(local.first_loss, rel=1e-3)
     assert engine.last_loss == pytest.approx(local.last_loss, rel=2e-2)
 
@@ -71,9 +90,10 @@ def test_latent_experts_distil(no_process_groups, tmp_path):
     assert verify_folders(tmp_path / "student", result.export).ok
 
 
-def test_a_quantised_student_has_experts_one_by_one(no_process_groups, tmp_path):
+def test_a_quantised_student_has_experts_one_by_one(no_process_groups, built, tmp_path):
     write_models(tmp_path, tiny.write_nemotron_h)
     result = distill(read(tmp_path, quantize="fp8", calib_size=4))
+    assert built == ["local", "engine"]
     assert result.last_loss < result.first_loss
     assert verify_folders(tmp_path / "student", result.export).ok
     assert inspect_folder(result.export).ok
@@ -82,10 +102,10 @@ def test_a_quantised_student_has_experts_one_by_one(no_process_groups, tmp_path)
     assert experts == {"F8_E4M3", "F32"}, "weights and their scales"
 
 
-@pytest.mark.parametrize("changes", [{}, {"packing": False}, {"lora": True}], ids=["packed", "rows", "lora"])
+@pytest.mark.parametrize("changes", [{}, {"packing": False}, LORA], ids=["packed", "rows", "lora"])
 @pytest.mark.parametrize("family", WRITERS)
 def test_a_fine_tuning_is_that_of_local_layers(
-    no_process_groups, without_transformer_engine, tmp_path, family, changes
+    no_process_groups, without_transformer_engine, built, tmp_path, family, changes
 ):
     give_chat(WRITERS[family](tmp_path / "model", seed=1))
     write_records(tmp_path / "chat.jsonl", [chat(f"{n} and {n}?", str(2 * n)) for n in range(40)])
@@ -100,8 +120,6 @@ def test_a_fine_tuning_is_that_of_local_layers(
         "eval_batches": 0,
         **changes,
     }
-    if "lora" in values:
-        values["lora"] = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear"}
 
     def run(output):
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(values | {"output": output}))
@@ -113,5 +131,6 @@ def test_a_fine_tuning_is_that_of_local_layers(
     assert verify_folders(tmp_path / "model", engine.export).ok
     without_transformer_engine()
     local = run("local")
+    assert built == ["local" if changes == LORA else "engine", "local"]
     assert engine.first_loss == pytest.approx(local.first_loss, rel=1e-3)
     assert engine.last_loss == pytest.approx(local.last_loss, rel=2e-2)

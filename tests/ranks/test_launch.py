@@ -21,6 +21,7 @@ def sum_of_ranks(scale: int) -> tuple[int, int, int]:
 
 def fail_on_rank_1(folder: str) -> None:
     Path(folder, str(os.getpid())).touch()
+    dist.barrier()
     if dist.get_rank() == 1:
         raise ValueError("the fault is here")
     dist.barrier()  # never passed

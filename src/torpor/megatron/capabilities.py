@@ -44,7 +44,7 @@ def fused_kernels(*, swiglu: bool, rotary: bool) -> dict[str, bool]:
     """Return the fields of a TransformerConfig that turn on the fused kernels there are here.
 
     Megatron compiles those of activation and residual itself, for CUDA. Rotary embeddings are fused by
-    Transformer Engine or Apex.
+    Transformer Engine.
 
     Args:
         swiglu: Whether the model's MLPs are gated by SiLU.

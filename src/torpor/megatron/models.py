@@ -56,16 +56,20 @@ def build_transformer_config(
         raise ConfigError(f"dtype is {dtype}; supported are torch.float32 and torch.bfloat16")
     if recompute not in (None, "full", "selective"):
         raise ConfigError(f"recompute is {recompute!r}; supported are None, 'full' and 'selective'")
+    if transformer_impl not in ("transformer_engine", "local"):
+        raise ConfigError(
+            f"transformer_impl is {transformer_impl!r}; supported are 'transformer_engine' and 'local'"
+        )
     architecture.check(hf_config)
+    prepare_host()
     uses_transformer_engine = transformer_impl != "local" and has_transformer_engine()
     fields = architecture.translate(hf_config)
     if fields.get("moe_latent_size") is not None and not uses_transformer_engine:
-        _refuse("moe_latent_size", fields["moe_latent_size"], "null without Transformer Engine's layers")
+        _refuse_latent_experts(fields["moe_latent_size"], transformer_impl)
     _check_layout(hf_config, fields, layout)
 
     num_mtp_layers = find_family(hf_config).declared_mtp_layers(hf_config) if mtp else 0
 
-    prepare_host()
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(
@@ -246,7 +250,6 @@ def _check_router(hf_config: Config) -> None:
 
 
 def _translate_nemotron_h(hf_config: Config) -> dict[str, Any]:
-    prepare_host()
     from megatron.core.activations import squared_relu
 
     symbols = _all_layer_symbols(hf_config)
@@ -391,6 +394,18 @@ def _check_field(hf_config: Config, field: str, supported: Any, default: Any = N
     value = default if value is None else value
     if value is not None and value != supported:
         _refuse(field, value, repr(supported))
+
+
+def _refuse_latent_experts(width: int, transformer_impl: TransformerImpl) -> NoReturn:
+    raise UnsupportedModelError(
+        f"config.json has moe_latent_size = {width}: Megatron-Core builds latent experts of Transformer"
+        " Engine's layers alone\n  "
+        + (
+            "Leave quantisation and adapters out: for them a model is built of local layers."
+            if transformer_impl == "local"
+            else "Install transformer-engine on a CUDA machine to use this model."
+        )
+    )
 
 
 def _refuse(field: str, value: Any, supported: str) -> NoReturn:

@@ -176,7 +176,7 @@ def test_local_layers_where_transformer_engine_is_installed(tmp_path, megatron_r
 def test_latent_experts_are_transformer_engines(tmp_path):
     config = read_config(tiny.write_nemotron_h, tmp_path, moe_latent_size=16)
     assert build_transformer_config(config, Layout(), torch.float32).moe_latent_size == 16
-    with pytest.raises(UnsupportedModelError, match="moe_latent_size = 16"):
+    with pytest.raises(UnsupportedModelError, match=r"moe_latent_size = 16(?s:.*)quantisation and adapters"):
         build_transformer_config(config, Layout(), torch.float32, transformer_impl="local")
 
 
@@ -262,7 +262,7 @@ def test_expert_parallelism_without_experts_is_refused(tmp_path):
         build_transformer_config(read_config(tiny.write_mimo, tmp_path), Layout(expert=2), torch.float32)
 
 
-def test_unknown_family_dtype_and_recompute_are_refused(tmp_path):
+def test_unknown_family_dtype_recompute_and_layers_are_refused(tmp_path):
     config = read_config(tiny.write_mimo, tmp_path)
     with pytest.raises(UnsupportedModelError, match=r"'llama'.*mimo"):
         build_transformer_config(config | {"model_type": "llama"}, Layout(), torch.float32)
@@ -270,3 +270,5 @@ def test_unknown_family_dtype_and_recompute_are_refused(tmp_path):
         build_transformer_config(config, Layout(), torch.float16)
     with pytest.raises(ConfigError, match="'some'"):
         build_transformer_config(config, Layout(), torch.float32, recompute="some")
+    with pytest.raises(ConfigError, match="'apex'"):
+        build_transformer_config(config, Layout(), torch.float32, transformer_impl="apex")

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 
 from torpor.errors import ConfigError
 from torpor.megatron.host import current_device
-from torpor.megatron.optimizer import GroupStepAdamW, _use_fused_clipping, build_optimizer
+from torpor.megatron.optimizer import GroupStepAdamW, build_optimizer
 
 SETTINGS = {"lr": 3e-2, "betas": (0.8, 0.95), "eps": 1e-7, "weight_decay": 0.1}
 
@@ -98,7 +98,7 @@ def test_clipping_is_megatrons_own(megatron_rank, monkeypatch) -> None:
     monkeypatch.setattr(clip_grads, "l2_norm_impl", megatron_utils.local_multi_tensor_l2_norm)
     monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", megatron_utils.local_multi_tensor_scale)
     expected = {limit: clip(limit) for limit in (1.0, 1e6)}
-    _use_fused_clipping()
+    TestBuildOptimizer().build(torch.float32, distributed=False)
     assert clip_grads.l2_norm_impl is not megatron_utils.local_multi_tensor_l2_norm
     assert clip_grads.multi_tensor_scale_impl is not megatron_utils.local_multi_tensor_scale
     for limit, (norm, gradients) in expected.items():

@@ -11,9 +11,11 @@ import tiny
 from raw_folders import write_folder
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
+from torpor.megatron import models as torpor_models
+from torpor.megatron.parallel import Layout
 from torpor.runs import distill as distill_module
 from torpor.runs.distill import distill
-from torpor.runs.inputs import folder_digest
+from torpor.runs.inputs import folder_digest, open_model
 from torpor.training.config import DistillConfig
 from torpor.training.config_file import read_config
 
@@ -87,6 +89,24 @@ def test_a_folder_without_weights(work):
 def test_a_family_that_is_not_known(work):
     edit_config(work / "student", model_type="walrus")
     refuse(work, UnsupportedModelError, "walrus", "nemotron_h", "mimo")
+
+
+def test_latent_experts_of_a_student_that_is_to_be_quantised(work, monkeypatch):
+    """They are Transformer Engine's, also where it is installed, and such a student is built of local layers."""
+    monkeypatch.setattr(torpor_models, "has_transformer_engine", lambda: True)
+    tiny.write_nemotron_h(work / "latent", moe_latent_size=16)
+    refuse(
+        work,
+        UnsupportedModelError,
+        "`student`",
+        "moe_latent_size = 16",
+        "quantisation",
+        student="latent",
+        quantize="int8",
+    )
+    (work / "run.yaml").write_text(yaml.safe_dump(VALUES | {"teacher": "latent", "quantize": "int8"}))
+    config = read_config(DistillConfig, work / "run.yaml")
+    assert open_model("teacher", config, Layout()).config["moe_latent_size"] == 16
 
 
 def test_heads_that_are_counted_but_not_there(work):

@@ -10,7 +10,7 @@ import yaml
 import tiny
 from chats import CHATML, chat, chat_tokenizer, give_chat, write_records
 from torpor.checkpoints.folder import open_folder
-from torpor.errors import ConfigError, MTPChangedError
+from torpor.errors import ConfigError, MTPChangedError, UnsupportedModelError
 from torpor.megatron.models import build_model
 from torpor.runs.sft import sft
 from torpor.training.config import SftConfig
@@ -134,6 +134,15 @@ def loss_of_export(work) -> float:
             count += batch.loss_mask_BS.sum().item()
     parallel.shutdown()
     return total / count
+
+
+def test_latent_experts_get_no_adapters(work, monkeypatch):
+    monkeypatch.setattr("torpor.megatron.models.has_transformer_engine", lambda: True)
+    shutil.rmtree(work / "model")
+    give_chat(tiny.write_nemotron_h(work / "model", moe_latent_size=16))
+    with pytest.raises(UnsupportedModelError, match=r"`model`.*moe_latent_size = 16(?s:.*)adapters"):
+        run(work, lora=LORA)
+    assert not (work / "run").exists()
 
 
 @pytest.mark.parametrize(("lora", "kind"), [(LORA, "local"), (None, "transformer_engine")])
