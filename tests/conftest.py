@@ -39,9 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            skip = pytest.mark.skip(
-                reason="needs a CUDA device; `make test-gpu` shows it those of this machine"
-            )
+            skip = pytest.mark.skip(reason="needs a CUDA device, which only `make test-gpu` looks for")
             for item in items:
                 if item.get_closest_marker("gpu"):
                     item.add_marker(skip)

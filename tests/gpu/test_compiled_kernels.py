@@ -17,7 +17,7 @@ from torpor.training.config_file import read_config
 
 
 def distil_compiled(path: Path) -> None:
-    """Run a distillation; print how many functions were compiled, which graphs were recorded, and the losses."""
+    """Run a distillation; print how many functions were compiled, what was recorded, and the losses."""
     from torch._dynamo.utils import counters
 
     recorded = []

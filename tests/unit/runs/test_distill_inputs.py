@@ -92,7 +92,7 @@ def test_a_family_that_is_not_known(work):
 
 
 def test_latent_experts_of_a_student_that_is_to_be_quantised(work, monkeypatch):
-    """They are Transformer Engine's, also where it is installed, and such a student is built of local layers."""
+    """They are Transformer Engine's, and such a student is built of local layers even where it is."""
     monkeypatch.setattr(torpor_models, "has_transformer_engine", lambda: True)
     tiny.write_nemotron_h(work / "latent", moe_latent_size=16)
     refuse(
