@@ -5,12 +5,13 @@ import torch
 import yaml
 
 import tiny
+from builds import record_builds
 from chats import chat, give_chat, write_records
 from distill_runs import WRITERS, read, write_models
 from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.inspect import inspect_folder
 from torpor.checkpoints.verify import verify_folders
-from torpor.megatron import capabilities, models
+from torpor.megatron import capabilities
 from torpor.megatron.models import build_model
 from torpor.megatron.parallel import Layout
 from torpor.runs.distill import distill
@@ -29,40 +30,25 @@ def transformer_engine():
 
 @pytest.fixture
 def without_transformer_engine(monkeypatch):
-    def pretend():
-        for module in (capabilities, models):
-            monkeypatch.setattr(module, "has_transformer_engine", lambda: False)
-
-    return pretend
+    return lambda: monkeypatch.setattr(capabilities, "has_transformer_engine", lambda: False)
 
 
 @pytest.fixture
 def built(monkeypatch):
     """Which models a run builds, in order: "engine" or "local" by the layers in them."""
-    kinds = []
-
-    def build(*args, **options):
-        chunks = build_model(*args, **options)
-        names = {type(module).__name__ for module in chunks[0].modules()}
-        kinds.append("engine" if any(name.startswith("TE") for name in names) else "local")
-        return chunks
-
-    monkeypatch.setattr("torpor.runs.distill.build_model", build)
-    monkeypatch.setattr("torpor.runs.sft.build_model", build)
-    return kinds
+    return record_builds(monkeypatch, lambda _, chunks: "engine" if engine_layers(chunks) else "local")
 
 
-def layer_kinds(folder, **options):
-    (chunk,) = build_model(open_folder(folder).config, Layout(), torch.bfloat16, **options)
-    return {type(module).__name__ for module in chunk.modules()}
+def engine_layers(chunks):
+    return {name for module in chunks[0].modules() if (name := type(module).__name__).startswith("TE")}
 
 
 @pytest.mark.parametrize("family", WRITERS)
 def test_models_are_built_of_its_layers(megatron_rank, tmp_path, family):
     WRITERS[family](tmp_path / "model", tokenizer=False)
-    assert "TERowParallelLinear" in layer_kinds(tmp_path / "model")
-    local = layer_kinds(tmp_path / "model", transformer_impl="local")
-    assert not {kind for kind in local if kind.startswith("TE")}
+    config = open_folder(tmp_path / "model").config
+    assert "TERowParallelLinear" in engine_layers(build_model(config, Layout(), torch.bfloat16))
+    assert not engine_layers(build_model(config, Layout(), torch.bfloat16, transformer_impl="local"))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

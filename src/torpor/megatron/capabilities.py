@@ -21,6 +21,11 @@ def has_transformer_engine() -> bool:
     return bool(HAVE_TE)
 
 
+def uses_transformer_engine(transformer_impl: str) -> bool:
+    """Say whether a model whose TransformerConfig has this `transformer_impl` is built of its layers here."""
+    return transformer_impl != "local" and has_transformer_engine()
+
+
 @functools.cache
 def has_mamba_ssm() -> bool:
     """Say whether Megatron's Mamba mixer has its kernels, and a CUDA device to run them on."""

@@ -10,7 +10,7 @@ import torch
 
 from torpor.checkpoints.families import find_family, hybrid_mtp_pattern, hybrid_pattern
 from torpor.errors import ConfigError, UnsupportedModelError
-from torpor.megatron.capabilities import fused_kernels, has_transformer_engine
+from torpor.megatron.capabilities import fused_kernels, uses_transformer_engine
 from torpor.megatron.host import current_device, prepare_host
 from torpor.megatron.parallel import Layout
 
@@ -62,9 +62,9 @@ def build_transformer_config(
         )
     architecture.check(hf_config)
     prepare_host()
-    uses_transformer_engine = transformer_impl != "local" and has_transformer_engine()
+    is_engine = uses_transformer_engine(transformer_impl)
     fields = architecture.translate(hf_config)
-    if fields.get("moe_latent_size") is not None and not uses_transformer_engine:
+    if fields.get("moe_latent_size") is not None and not is_engine:
         _refuse_latent_experts(fields["moe_latent_size"], transformer_impl)
     _check_layout(hf_config, fields, layout)
 
@@ -79,7 +79,7 @@ def build_transformer_config(
         **fused_kernels(swiglu=fields["gated_linear_unit"], rotary=architecture.is_rotary),
         mtp_num_layers=num_mtp_layers or None,
         transformer_impl=transformer_impl,
-        moe_grouped_gemm=uses_transformer_engine and "num_moe_experts" in fields,
+        moe_grouped_gemm=is_engine and "num_moe_experts" in fields,
         calculate_per_token_loss=per_token_loss,
         normalization="RMSNorm",
         add_bias_linear=False,

@@ -97,7 +97,7 @@ def hybrid_stack_spec(config: TransformerConfig) -> ModuleSpec:
     Args:
         config: The model's configuration.
     """
-    if _uses_transformer_engine(config):
+    if capabilities.uses_transformer_engine(config.transformer_impl):
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as spec
 
         return spec if capabilities.has_mamba_ssm() else _with_torch_mixer(spec)
@@ -167,7 +167,7 @@ def gpt_layer_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tr
     Raises:
         UnsupportedModelError: Multi-latent attention without Transformer Engine.
     """
-    if _uses_transformer_engine(config):
+    if capabilities.uses_transformer_engine(config.transformer_impl):
         return get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, normalization=config.normalization, vp_stage=vp_stage
         )
@@ -190,16 +190,12 @@ def gpt_mtp_block_spec(
     """
     if not config.mtp_num_layers:
         return None
-    if _uses_transformer_engine(config):
+    if capabilities.uses_transformer_engine(config.transformer_impl):
         spec = gpt_layer_spec(config, vp_stage)
         return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=True, vp_stage=vp_stage)
     return get_gpt_mtp_block_spec_for_backend(
         config, _local_gpt_layers(config)[-1], LocalBackend(config), vp_stage=vp_stage
     )
-
-
-def _uses_transformer_engine(config: TransformerConfig) -> bool:
-    return config.transformer_impl != "local" and capabilities.has_transformer_engine()
 
 
 def _attention_spec(config: TransformerConfig, backend: LocalBackend) -> ModuleSpec:

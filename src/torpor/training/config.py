@@ -16,6 +16,8 @@ from pydantic import (
 
 from torpor.errors import ConfigError
 
+TransformerImpl = Literal["local", "transformer_engine"]
+
 
 def _no_bool(value: Any) -> Any:
     # YAML's `yes` and `on` are booleans, and Python counts a boolean as a number.
@@ -176,7 +178,7 @@ class RunConfig(OptimizationConfig):
         """Whether MTP layers sleep where the user says nothing."""
         return True
 
-    def transformer_impl(self, role: str) -> Literal["local", "transformer_engine"]:
+    def transformer_impl(self, role: str) -> TransformerImpl:
         """Say whose layers a model is built of, as Megatron-Core's `transformer_impl` does.
 
         Args:
@@ -233,7 +235,7 @@ class DistillConfig(RunConfig):
         # Training should recover what quantisation lost; layers that were left out have lost nothing.
         return not self.quantize_mtp
 
-    def transformer_impl(self, role: str) -> Literal["local", "transformer_engine"]:
+    def transformer_impl(self, role: str) -> TransformerImpl:
         """Say whose layers a model is built of: a quantised student of Megatron-Core's own.
 
         Their experts have a quantiser each, whose scales an export can name.
@@ -307,7 +309,7 @@ class SftConfig(RunConfig):
     )
     lora: LoraSettings | None = Field(default=None, description="train adapters instead of the whole model")
 
-    def transformer_impl(self, role: str) -> Literal["local", "transformer_engine"]:
+    def transformer_impl(self, role: str) -> TransformerImpl:
         """Say whose layers a model is built of: one with adapters of Megatron-Core's own, which take them."""
         return "local" if self.lora else super().transformer_impl(role)
 

@@ -403,9 +403,8 @@ def test_what_cannot_be_done_here_is_refused_by_name():
     quantization.check_format("fp8", Layout())
     with pytest.raises(ConfigError, match="`expert_parallel` 2"):
         quantization.check_format("fp8", Layout(tensor=2, expert=2, sequence_parallel=True))
-    if not torch.cuda.is_available():
-        with pytest.raises(ConfigError, match=r"nvfp4.*CUDA"):
-            quantization.check_format("nvfp4", Layout())
+    with pytest.raises(ConfigError, match=r"nvfp4.*CUDA"):
+        quantization.check_format("nvfp4", Layout())
 
 
 @pytest.mark.usefixtures("megatron_rank")

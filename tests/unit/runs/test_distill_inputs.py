@@ -11,7 +11,7 @@ import tiny
 from raw_folders import write_folder
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import CheckpointError, ConfigError, TorporError, UnsupportedModelError
-from torpor.megatron import models as torpor_models
+from torpor.megatron import capabilities
 from torpor.megatron.parallel import Layout
 from torpor.runs import distill as distill_module
 from torpor.runs.distill import distill
@@ -93,7 +93,7 @@ def test_a_family_that_is_not_known(work):
 
 def test_latent_experts_of_a_student_that_is_to_be_quantised(work, monkeypatch):
     """They are Transformer Engine's, and such a student is built of local layers even where it is."""
-    monkeypatch.setattr(torpor_models, "has_transformer_engine", lambda: True)
+    monkeypatch.setattr(capabilities, "has_transformer_engine", lambda: True)
     tiny.write_nemotron_h(work / "latent", moe_latent_size=16)
     refuse(
         work,

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 import tiny
+from builds import record_impls
 from torpor.checkpoints.families import find_family
 from torpor.checkpoints.folder import open_folder
 from torpor.checkpoints.inspect import inspect_folder
 from torpor.checkpoints.verify import verify_folders
 from torpor.errors import ConfigError
-from torpor.megatron.models import build_model
 from torpor.runs.distill import distill
 from torpor.training import distillation
 from torpor.training.config import DistillConfig
@@ -145,13 +145,7 @@ def test_sabotage_with_model_optimizers_own_rule_such_heads_get_no_loss(work, mo
 
 @pytest.mark.parametrize(("quantize", "student"), [("int8", "local"), (None, "transformer_engine")])
 def test_a_quantised_student_is_built_of_local_layers(work, monkeypatch, quantize, student):
-    built = []
-
-    def build(*args, **options):
-        built.append(options["transformer_impl"])
-        return build_model(*args, **options)
-
-    monkeypatch.setattr("torpor.runs.distill.build_model", build)
+    built = record_impls(monkeypatch)
     distill(read(work, quantize=quantize, calib_size=None, steps=1))
     assert built == [student, "transformer_engine"]
 

@@ -8,10 +8,10 @@ import torch
 import yaml
 
 import tiny
+from builds import record_impls
 from chats import CHATML, chat, chat_tokenizer, give_chat, write_records
 from torpor.checkpoints.folder import open_folder
 from torpor.errors import ConfigError, MTPChangedError, UnsupportedModelError
-from torpor.megatron.models import build_model
 from torpor.runs.sft import sft
 from torpor.training.config import SftConfig
 from torpor.training.config_file import read_config
@@ -137,7 +137,7 @@ def loss_of_export(work) -> float:
 
 
 def test_latent_experts_get_no_adapters(work, monkeypatch):
-    monkeypatch.setattr("torpor.megatron.models.has_transformer_engine", lambda: True)
+    monkeypatch.setattr("torpor.megatron.capabilities.has_transformer_engine", lambda: True)
     shutil.rmtree(work / "model")
     give_chat(tiny.write_nemotron_h(work / "model", moe_latent_size=16))
     with pytest.raises(UnsupportedModelError, match=r"`model`.*moe_latent_size = 16(?s:.*)adapters"):
@@ -147,13 +147,7 @@ def test_latent_experts_get_no_adapters(work, monkeypatch):
 
 @pytest.mark.parametrize(("lora", "kind"), [(LORA, "local"), (None, "transformer_engine")])
 def test_a_model_with_adapters_is_built_of_local_layers(work, monkeypatch, lora, kind):
-    built = []
-
-    def build(*args, **options):
-        built.append(options["transformer_impl"])
-        return build_model(*args, **options)
-
-    monkeypatch.setattr("torpor.runs.sft.build_model", build)
+    built = record_impls(monkeypatch)
     run(work, steps=1, lora=lora)
     assert built == [kind]
 
